@@ -1,0 +1,67 @@
+"""What an objective is given and what it returns; the contract between `algo` and the training forward.
+
+    micro-batch -> forward -> ObjectiveInputs -> Objective -> ObjectiveOutput -> backward, metrics
+
+Invariants:
+
+* every tensor is one-dimensional and covers the t tokens of one rank's micro-batch, aligned so that
+  entry i of each belongs to the same *predicted* token i (the caller has done the shift);
+* three logprobs never mixed up: behaviour (engine, of the version that sampled the token), proximal
+  (trainer, before this step's update, no gradient), current (with gradient);
+* entries outside ``mask`` may hold anything, nan and inf included, and reach neither the loss nor
+  its gradient;
+* ``loss_weights`` sum to 1 over the *global* batch, so ranks and micro-batches combine by plain
+  sums: the caller adds gradients over DP x CP and never averages them;
+* ``ObjectiveOutput.sums`` hold 0-d float64 sums; adding those of all micro-batches and all
+  DP x CP ranks and handing the totals to `asyncrl.algo.metrics.summarize` gives the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectiveInputs:
+    """The tokens of one rank's micro-batch, t of them (0 is allowed)."""
+
+    logprobs: torch.Tensor  # [t] float32, current policy, requires grad
+    behav_logprobs: torch.Tensor  # [t] float32, as the engine reported them
+    prox_logprobs: torch.Tensor  # [t] float32, before this step's update; no gradient
+    advantages: torch.Tensor  # [t] float32
+    loss_weights: torch.Tensor  # [t] float32, see `asyncrl.algo.aggregation`
+    mask: torch.Tensor  # [t] bool, True on the model tokens that are trained on
+    entropy: torch.Tensor | None = None  # [t] float32, for the metrics; None: not computed
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype is not torch.bool:
+            raise ValueError(f"mask is {self.mask.dtype}; give a bool tensor")
+        shape = self.logprobs.shape
+        if len(shape) != 1:
+            raise ValueError(f"logprobs has shape {tuple(shape)}; give the flat tokens of one rank, [t]")
+        named = {
+            "behav_logprobs": self.behav_logprobs,
+            "prox_logprobs": self.prox_logprobs,
+            "advantages": self.advantages,
+            "loss_weights": self.loss_weights,
+            "mask": self.mask,
+        }
+        if self.entropy is not None:
+            named["entropy"] = self.entropy
+        for name, tensor in named.items():
+            if tensor.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs has {tuple(shape)}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectiveOutput:
+    """The share of one micro-batch on one rank in the global loss, and its metric sums."""
+
+    loss: torch.Tensor  # 0-d float32, sum over the tokens of loss_weights * token loss
+    sums: dict[str, torch.Tensor]  # 0-d float64 each, no gradient; the same keys on every rank
+
+
+Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
