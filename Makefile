@@ -1,0 +1,66 @@
+# Two commands: `make demo` and `make test`. Both create the environment where it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+ENV_STAMP := $(VENV)/.stamp-env
+BUILD_STAMP := $(VENV)/.stamp-build
+MODEL := models/SmolLM2-135M-Instruct
+CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help env demo test lint format bench clean chaos-ring chaos-sim
+
+help:
+	@echo "make demo        train SmolLM2-135M on arithmetic, end to end, on this machine"
+	@echo "make test        every test (under 25 minutes on two cores)"
+	@echo "make lint        ruff, mypy, clang-format"
+	@echo "make chaos-ring  the long proof of the sample ring"
+	@echo "make chaos-sim   many seeds of the rollouter simulator"
+	@echo "make bench       benchmarks against peers and physical bounds"
+
+env: $(BUILD_STAMP)
+
+$(ENV_STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt
+	@echo "asyncrl: creating $(VENV) (about 3 GB, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-deps -r requirements/cpu-nodeps.txt
+	@touch $@
+
+$(BUILD_STAMP): $(ENV_STAMP) $(CORE_SOURCES)
+	@echo "asyncrl: building the C++ core"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(MODEL)/config.json: | $(BUILD_STAMP)
+	@$(RANK_ENV) $(BIN)/python -m asyncrl.data.smollm2 $(MODEL)
+
+demo: $(BUILD_STAMP) $(MODEL)/config.json
+	@$(BIN)/asyncrl run examples/demo.toml name=demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python -m pytest tests
+
+lint: $(BUILD_STAMP)
+	$(BIN)/ruff check asyncrl megatron_ext tests benchmarks setup.py
+	$(BIN)/ruff format --check asyncrl megatron_ext tests benchmarks setup.py
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+format: $(BUILD_STAMP)
+	$(BIN)/ruff check --fix asyncrl megatron_ext tests benchmarks setup.py
+	$(BIN)/ruff format asyncrl megatron_ext tests benchmarks setup.py
+	$(BIN)/clang-format -i $$(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+chaos-ring: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python tests/chaos/ring/run.py
+
+chaos-sim: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 100000
+
+bench: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python benchmarks/ring.py
+
+clean:
+	rm -rf build asyncrl/_C*.so *.egg-info

@@ -1,0 +1,332 @@
+"""The configuration: TOML, one typed section per component, dotted overrides on the command line.
+
+    load_config(path, ["train.lr=1e-5", "parallel.tp=2"]) -> Config
+
+A default lives here and nowhere else. Unknown keys, wrong types and combinations that cannot work
+are refused when the file is read, by a `ConfigError` whose message names the value, the rule and
+the nearest valid choice. Checks that need the model directory or the machine are in
+`asyncrl.launch.preflight`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot work; the message is one line per problem."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The Hugging Face directory to train, and the precision to train it in."""
+
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ParallelConfig(Section):
+    """How the trainer is cut; the world size is tp * pp * cp * dp."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    vpp: Positive = 1  # virtual pipeline stages per pipeline rank
+    cp: Positive = 1
+    dp: Positive = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} needs pp > 1; set vpp = 1 or pp = 2")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel needs tp > 1; set it to false or tp = 2")
+        return self
+
+
+class TrainConfig(Section):
+    """Batch arithmetic and the optimizer (AdamW)."""
+
+    steps: Positive = 20
+    prompts_per_step: Positive = 16
+    samples_per_prompt: Positive = 4
+    microbatch_tokens: Positive = 2048  # token budget of one packed micro-batch, per CP group
+    lr: PositiveFloat = 1e-6
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: PositiveFloat = 1.0
+    warmup_steps: NonNegative = 0
+    seed: int = 0
+    batch_timeout_s: PositiveFloat = 600.0  # longest wait for a batch before the run fails
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class AlgorithmConfig(Section):
+    """Advantage, objective, behaviour correction, aggregation."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    objective: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    # decoupled: ratio to recomputed proximal logprobs, times min(prox/behav, cap);
+    # none: ratio to the behaviour logprobs, sound on-policy only
+    correction: Literal["truncated_is", "none"] = "truncated_is"
+    is_cap: PositiveFloat = 2.0
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+
+
+class RolloutConfig(Section):
+    """What is sampled, and how far behind the trainer it may be."""
+
+    max_new_tokens: Positive = 256
+    max_prompt_tokens: Positive = 1024
+    temperature: PositiveFloat = 1.0
+    max_staleness: NonNegative = 1  # versions between a sample's oldest token and the trainer
+    interrupt: Literal["abort", "retract", "drain"] = "abort"  # running samples at a publication
+    request_timeout_s: PositiveFloat = 300.0
+    seed: int = 0
+
+
+class EngineConfig(Section):
+    """The SGLang engines."""
+
+    replicas: Positive = 1
+    tp: Positive = 1
+    dtype: Literal["float32", "bfloat16"] | None = None  # None: the model's
+    context_length: Positive = 2048
+    max_total_tokens: Positive | None = None  # KV cache size; None: SGLang decides (8192 on CPU)
+    max_running_requests: Positive = 64
+    port: NonNegative = 0  # of the first engine, the next ones follow; 0: any free port
+    start_timeout_s: PositiveFloat = 300.0
+    extra_args: tuple[str, ...] = ()  # handed to SGLang's launcher as they are
+
+
+class DataConfig(Section):
+    """Where prompts come from: a reasoning-gym task, or rows of a JSONL or parquet file."""
+
+    reasoning_gym: str | None = None  # task name, for example "basic_arithmetic"
+    task_args: dict[str, Any] = {}  # handed to reasoning_gym.create_dataset
+    path: Path | None = None  # .jsonl or .parquet, or a Hugging Face dataset folder
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    system_prompt: str | None = None
+    prompt_suffix: str = ""  # appended to the user message
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if (self.reasoning_gym is None) == (self.path is None):
+            raise ValueError("name exactly one source of prompts: data.reasoning_gym or data.path")
+        return self
+
+
+class RewardConfig(Section):
+    """`reasoning_gym`, `last_number`, `exact_match`, or FILE.py:FUNCTION."""
+
+    function: str = "last_number"
+    timeout_s: PositiveFloat = 10.0
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+
+
+class EvalConfig(Section):
+    """Greedy accuracy on held-out tasks, before and after training."""
+
+    num_tasks: NonNegative = 0  # 0: no evaluation
+    seed_offset: int = 1_000_003  # held-out tasks use data.seed + seed_offset
+    path: Path | None = None  # held-out rows where data.path is used
+    every: NonNegative = 0  # also after every k steps
+
+
+class WeightsConfig(Section):
+    """How a new policy version reaches the engines."""
+
+    bucket_mib: PositiveFloat = 32.0
+    timeout_s: PositiveFloat = 120.0
+    # after every publication, record the engine's parameter checksums and compare logprobs of
+    # fixed prompts between engine and trainer (slow: for tests and new models)
+    verify: bool = False
+
+
+class RingConfig(Section):
+    """The shared-memory ring of samples, one per data-parallel replica."""
+
+    directory: Path = Path("/dev/shm")
+    arena_mib: PositiveFloat = 64.0
+    num_slots: Positive = 4096
+
+
+class CheckpointConfig(Section):
+    """When the trainer's state becomes durable."""
+
+    every: NonNegative = 10  # steps; 0: only at the end
+    keep: Positive = 2
+    resume: str = "never"  # auto | never | path of a run or checkpoint directory
+    export_hf: bool = True  # a Hugging Face folder beside each checkpoint
+
+
+class ControlConfig(Section):
+    """The coordinator's control port."""
+
+    host: str = "127.0.0.1"
+    port: NonNegative = 0
+    heartbeat_timeout_s: PositiveFloat = 120.0
+
+
+class ObserveConfig(Section):
+    display: Literal["auto", "live", "plain"] = "auto"
+    tensorboard: bool = True
+    rollouts: bool = True  # write rollouts/step_N.jsonl
+
+
+class Config(Section):
+    name: str = "run"
+    runs_dir: Path = Path("runs")
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    ring: RingConfig = RingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    control: ControlConfig = ControlConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def engine_dtype(self) -> str:
+        return self.engine.dtype or self.model.dtype
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        problems = [*_batch_problems(self), *_soundness_problems(self)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def _batch_problems(config: Config) -> list[str]:
+    problems = []
+    prompts, dp = config.train.prompts_per_step, config.parallel.dp
+    if prompts % dp:
+        nearest = max(dp, round(prompts / dp) * dp)
+        problems.append(
+            f"train.prompts_per_step = {prompts} is not a multiple of parallel.dp = {dp}"
+            f" (each replica takes the same number of groups); nearest: {nearest}"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > config.engine.context_length:
+        problems.append(
+            f"rollout.max_prompt_tokens + max_new_tokens = {longest} exceeds"
+            f" engine.context_length = {config.engine.context_length}; set it to {longest} or more"
+        )
+    return problems
+
+
+def _soundness_problems(config: Config) -> list[str]:
+    problems = []
+    if config.rollout.max_staleness > 0 and config.algorithm.correction == "none":
+        problems.append(
+            f"rollout.max_staleness = {config.rollout.max_staleness} trains on stale samples, which"
+            ' algorithm.correction = "none" does not correct; use "truncated_is" or max_staleness = 0'
+        )
+    if config.algorithm.advantage != "dr_grpo" and config.train.samples_per_prompt < 2:
+        problems.append(
+            f"algorithm.advantage = {config.algorithm.advantage!r} compares the samples of a group;"
+            f" train.samples_per_prompt = {config.train.samples_per_prompt} leaves none; use 2 or more"
+        )
+    if config.data.path is not None and config.eval.num_tasks > 0 and config.eval.path is None:
+        problems.append(
+            "eval.num_tasks > 0 with data.path needs eval.path, the rows that are never trained on"
+        )
+    return problems
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply ``section.key=value`` overrides (values in TOML syntax, or bare strings).
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or the configuration cannot work.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate a nested dictionary as a `Config`, or raise `ConfigError`."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, leaf = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {section} is a value, not a section")
+    tree[leaf] = value
+
+
+def _explain(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_suggestion(item['loc'])}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where} = {item['input']!r}: {message}" if item["type"] != "missing" else f"{where}: missing"
+
+
+def _suggestion(location: tuple[Any, ...]) -> str:
+    import difflib
+
+    fields: Any = Config.model_fields
+    for part in location[:-1]:
+        fields = fields[part].annotation.model_fields
+    close = difflib.get_close_matches(str(location[-1]), list(fields), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known keys: {', '.join(fields)}"
