@@ -1,0 +1,120 @@
+"""Tiny random Hugging Face models with a byte-level tokenizer, for every test that needs a model.
+
+    make_tiny("qwen3", directory, seed=0) -> config.json, model.safetensors, tokenizer, chat template
+
+Weights are drawn with a deviation of 0.15 (norm weights around 1, biases around 0), so that two seeds
+give clearly different outputs and a misplaced tensor shows. The same seed always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+if torch.version.cuda is None:
+    # PyPI's torchvision, which transformers imports, does not load its operators beside a CPU build of
+    # torch; its import only needs to find their schemas.
+    for schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
+        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
+            torch.library.define(f"torchvision::{schema.partition('(')[0]}", schema[schema.index("(") :])
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Kind = Literal["llama", "qwen2", "qwen3"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+DEFAULT_VOCAB = 272  # room for 256 bytes and the special tokens; no multiple of 64, so that padding shows
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are single bytes plus end, pad and begin."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: idx for idx, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|eos|>", pad_token="<|pad|>", bos_token="<|bos|>"
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_tiny(
+    kind: Kind,
+    directory: Path,
+    seed: int = 0,
+    *,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    ffn_hidden_size: int = 128,
+    vocab: int = DEFAULT_VOCAB,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a random model of family ``kind`` and its tokenizer into ``directory``, and return it.
+
+    Raises:
+        ValueError: ``vocab`` cannot hold the byte tokenizer, or the family cannot have this head size.
+    """
+    tokenizer = byte_tokenizer()
+    if vocab < len(tokenizer):
+        raise ValueError(f"vocab = {vocab} cannot hold the {len(tokenizer)} tokens of the byte tokenizer")
+    if kind == "qwen2" and num_heads * head_dim != hidden_size:
+        raise ValueError(f"qwen2 needs num_heads * head_dim = hidden_size, got {num_heads} * {head_dim}")
+    common = {
+        "vocab_size": vocab,
+        "hidden_size": hidden_size,
+        "intermediate_size": ffn_hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model: PreTrainedModel
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(head_dim=head_dim, rms_norm_eps=1e-5, **common))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(rms_norm_eps=1e-6, **common))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=head_dim, rms_norm_eps=1e-6, **common))
+    _randomise(model, seed)
+    model.to(dtype).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """Redraw every parameter from one seeded generator, in order of name."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(0.15 * noise)
+            else:  # a norm's weight (1 from the constructor) or a bias (0 from the constructor)
+                parameter.copy_(parameter.float() + 0.1 * noise)
