@@ -90,11 +90,12 @@ class AlgorithmConfig(Section):
     objective: Literal["ppo_clip"] = "ppo_clip"
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
+    clip_dual: Annotated[float, Field(gt=1)] | None = None  # bound on -loss / advantage where it is < 0
     # decoupled: ratio to recomputed proximal logprobs, times min(prox/behav, cap);
     # none: ratio to the behaviour logprobs, sound on-policy only
     correction: Literal["truncated_is", "none"] = "truncated_is"
     is_cap: PositiveFloat = 2.0
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
 
 
 class RolloutConfig(Section):

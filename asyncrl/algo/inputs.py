@@ -7,7 +7,8 @@ Invariants:
 * every tensor is one-dimensional and covers the t tokens of one rank's micro-batch, aligned so that
   entry i of each belongs to the same *predicted* token i (the caller has done the shift);
 * three logprobs never mixed up: behaviour (engine, of the version that sampled the token), proximal
-  (trainer, before this step's update, no gradient), current (with gradient);
+  (trainer, before this step's update, no gradient), current (with gradient); with one optimizer
+  update per batch the proximal logprobs are ``logprobs.detach()``, no second forward is needed;
 * entries outside ``mask`` may hold anything, nan and inf included, and reach neither the loss nor
   its gradient;
 * ``loss_weights`` sum to 1 over the *global* batch, so ranks and micro-batches combine by plain
@@ -35,6 +36,8 @@ class ObjectiveInputs:
     loss_weights: torch.Tensor  # [t] float32, see `asyncrl.algo.aggregation`
     mask: torch.Tensor  # [t] bool, True on the model tokens that are trained on
     entropy: torch.Tensor | None = None  # [t] float32, for the metrics; None: not computed
+    # [t] int, trainer's policy version - version that sampled the token, for the metrics; None: unknown
+    staleness: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dtype is not torch.bool:
@@ -51,6 +54,8 @@ class ObjectiveInputs:
         }
         if self.entropy is not None:
             named["entropy"] = self.entropy
+        if self.staleness is not None:
+            named["staleness"] = self.staleness
         for name, tensor in named.items():
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs has {tuple(shape)}")
