@@ -1,0 +1,15 @@
+// The Python extension `asyncrl._C`: one register function per area, declared here and nowhere else.
+#include <pybind11/pybind11.h>
+
+namespace asyncrl {
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "C++ core of asyncrl: the sample ring and the reshard executors.";
+#ifdef ASYNCRL_WITH_CUDA
+  module.attr("with_cuda") = true;
+#else
+  module.attr("with_cuda") = false;
+#endif
+}
+
+}  // namespace asyncrl
