@@ -112,8 +112,8 @@ def _padded(lengths: Sequence[int], budget: int, multiple: int) -> list[int]:
     for idx, length in enumerate(padded):
         if length > budget:
             raise ValueError(
-                f"sample {idx} has {lengths[idx]} tokens, {length} padded to a multiple of {multiple}: more than"
-                f" a micro-batch; set train.microbatch_tokens = {length} or more"
+                f"sample {idx} has {lengths[idx]} tokens, {length} padded to a multiple of {multiple}: more"
+                f" than a micro-batch; set train.microbatch_tokens = {length} or more"
             )
     return padded
 
