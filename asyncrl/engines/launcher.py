@@ -1,0 +1,65 @@
+"""Start an SGLang server: ``python -m asyncrl.engines.launcher [SGLang server arguments]``.
+
+Every process of the server runs what stands at the top level here: the launcher itself, and each process
+that it spawns, because multiprocessing's spawn imports the parent's main module again. So the three
+preparations below reach every scheduler and tokenizer without a change to an installed package:
+
+1. torchvision's operators are declared beside a CPU build of torch, which cannot load them;
+2. `sgl_kernel`, which has no CPU wheel, gets a stand-in where it is missing (`sgl_kernel_cpu`);
+3. the plugin with our weight receiver is activated (`plugin`).
+
+The token that clients must present comes from the environment (`TOKEN_VARIABLE`), not from an argument
+that every user of the machine could read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from asyncrl.engines import sgl_kernel_cpu
+
+TOKEN_VARIABLE = "ASYNCRL_ENGINE_TOKEN"
+
+
+def declare_torchvision_operators() -> None:
+    """Declare the two operators that torchvision's Python part refers to when it is imported.
+
+    PyPI's torchvision is built against the CUDA build of torch; beside a CPU build its library does not load.
+    """
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
+
+
+def prepare_process() -> None:
+    """Make this process able to import and run SGLang."""
+    if torch.version.cuda is None:
+        declare_torchvision_operators()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        sgl_kernel_cpu.install()
+    from asyncrl.engines import plugin  # imports SGLang, which needs the two steps above
+
+    plugin.activate()
+
+
+def main(arguments: list[str]) -> None:
+    """Run the server until it ends."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if not token:
+        sys.exit(f"{TOKEN_VARIABLE} is not set: an engine serves only clients that present its token")
+    load_plugins()
+    run_server(prepare_server_args([*arguments, "--api-key", token]))
+
+
+prepare_process()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

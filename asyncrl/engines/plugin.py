@@ -1,0 +1,4 @@
+"""temporary"""
+
+
+def activate() -> None: ...
