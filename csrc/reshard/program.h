@@ -1,0 +1,49 @@
+// A checked table of segments, and its executor on the CPU.
+#ifndef ASYNCRL_RESHARD_PROGRAM_H_
+#define ASYNCRL_RESHARD_PROGRAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "reshard/index.h"
+
+namespace asyncrl::reshard {
+
+// The copies of one bucket. Every segment is checked against the sizes of the parameters, of the
+// bucket and of the digest table when the program is built, so that running it cannot leave them.
+class CopyProgram {
+ public:
+  // `parameter_bytes[i]` is the size of local parameter i. Throws std::invalid_argument that names
+  // the first segment that does not fit.
+  CopyProgram(std::vector<Segment> segments, std::span<const int64_t> parameter_bytes,
+              int64_t wire_bytes, int64_t num_digests);
+
+  // Copies parameters into the bucket and adds to the digests. Safe to call from several threads at
+  // once on different buckets and digest tables; the parameters must not change meanwhile.
+  void pack(std::span<const uint64_t> parameters, std::byte* wire,
+            std::span<uint64_t> digests) const;
+
+  // Copies the bucket into the parameters and adds to the digests. One caller at a time per
+  // parameter element; segments of one bucket never overlap there.
+  void unpack(std::span<const uint64_t> parameters, const std::byte* wire,
+              std::span<uint64_t> digests) const;
+
+  const std::vector<Segment>& segments() const { return segments_; }
+  int64_t num_parameters() const { return num_parameters_; }
+  int64_t wire_bytes() const { return wire_bytes_; }
+  int64_t num_digests() const { return num_digests_; }
+
+ private:
+  void check_tables(size_t num_parameters, size_t num_digests) const;
+
+  std::vector<Segment> segments_;
+  int64_t num_parameters_;
+  int64_t wire_bytes_;
+  int64_t num_digests_;
+};
+
+}  // namespace asyncrl::reshard
+
+#endif  // ASYNCRL_RESHARD_PROGRAM_H_
