@@ -68,7 +68,9 @@ def fetch(model_dir: Path) -> Path:
     if model_dir.exists():
         missing = [name for name in REQUIRED_FILES if not (model_dir / name).is_file()]
         if missing:
-            raise FetchError(f"{model_dir} exists but has no {', '.join(missing)}; move it away and fetch again")
+            raise FetchError(
+                f"{model_dir} exists but has no {', '.join(missing)}; move it away and fetch again"
+            )
         return model_dir
     gguf_file = find_gguf()
     model_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +159,13 @@ def verify(folder: Path) -> None:
         raise FetchError(f"the chat template gives {text!r}, expected {expected!r}")
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     if tokenizer.decode(ids[0]) != text or int(ids[0, 0]) != CONFIG["bos_token_id"]:
-        raise FetchError(f"the tokenizer does not round-trip: {ids[0].tolist()} is {tokenizer.decode(ids[0])!r}")
+        raise FetchError(
+            f"the tokenizer does not round-trip: {ids[0].tolist()} is {tokenizer.decode(ids[0])!r}"
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    output = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
     answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     if "5" not in answer:
         raise FetchError(f"the model answers {answer!r} to 2 + 3; its weights did not survive the conversion")

@@ -32,7 +32,7 @@ def _loads(library: Path) -> bool:
     if not library.exists():
         return False
     try:
-        torch.ops.load_library(library)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError:
         return False
     return True
