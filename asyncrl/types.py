@@ -116,7 +116,8 @@ class Sample:
     @property
     def sampled_versions(self) -> npt.NDArray[np.int32]:
         """The versions of the model tokens alone, [num model tokens]."""
-        return self.policy_versions[self.loss_mask != 0]
+        versions: npt.NDArray[np.int32] = self.policy_versions[self.loss_mask != 0]
+        return versions
 
     @property
     def min_version(self) -> PolicyVersion:

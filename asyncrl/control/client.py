@@ -95,7 +95,7 @@ class ControlClient:
             return _result(response.status, response.read(), path)
         except (OSError, http.client.HTTPException) as error:
             raise ControlError(
-                f"coordinator at {self._address.url} did not answer {path} within {timeout_s:.0f} s: {error!r}"
+                f"coordinator at {self._address.url}: no answer to {path} within {timeout_s:.0f} s: {error!r}"
             ) from error
         finally:
             connection.close()
@@ -127,7 +127,7 @@ class AsyncControlClient:
                 return _result(response.status, await response.read(), path)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ControlError(
-                f"coordinator at {self._address.url} did not answer {path} within {timeout_s:.0f} s: {error!r}"
+                f"coordinator at {self._address.url}: no answer to {path} within {timeout_s:.0f} s: {error!r}"
             ) from error
 
     async def close(self) -> None:

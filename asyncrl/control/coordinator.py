@@ -17,6 +17,7 @@ traffic; the version is committed when at least one engine holds it, and the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -76,12 +77,10 @@ class Coordinator:
     async def wait_for_change(self, after: int, timeout_s: float) -> RunState:
         """The state as soon as its revision exceeds ``after``, or after ``timeout_s`` as it is."""
         async with self._changed:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._changed.wait_for(lambda: self._state.revision > after), timeout=timeout_s
                 )
-            except TimeoutError:
-                pass
         return self._state
 
     async def _update(self, **changes: Any) -> None:
@@ -250,7 +249,11 @@ class Coordinator:
         if not committed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
             raise EngineError(f"version {publication.version} reached no engine: {reasons or 'none is left'}")
-        await self._update(policy_version=publication.version, draining=False)
+        await self._update(
+            policy_version=publication.version,
+            publications=self._state.publications + 1,
+            draining=False,
+        )
         return PublicationResult(
             version=publication.version,
             committed=tuple(committed),

@@ -142,6 +142,7 @@ class RunState(Message):
     start_step: int = -1  # -1 until the trainer has started; > 0 after a resume
     batches_trained: int = 0
     checkpoint_step: int = -1
+    publications: int = 0  # committed in this attempt
     draining: bool = False  # the rollouter must let running samples finish and start none
     rings: tuple[str, ...] = ()
     engines: tuple[EngineInfo, ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from asyncrl.control.coordinator import Coordinator, ProtocolError
@@ -99,7 +100,7 @@ def _answer(result: object) -> web.Response:
     return web.json_response(result)
 
 
-def _authenticate(token: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _authenticate(token: str) -> Middleware:
     expected = f"Bearer {token}".encode()
 
     @web.middleware

@@ -12,7 +12,8 @@ import os
 import signal
 import struct
 
-# struct pidfd_info, 64 bytes in its first version: mask u64, cgroupid u64, pid, tgid, ppid, eight ids, exit_code i32
+# struct pidfd_info in its first version, 64 bytes:
+# mask u64, cgroupid u64, pid, tgid, ppid and eight ids u32, exit_code i32
 _INFO = struct.Struct("=QQ11Ii")
 _INFO_EXIT = 1 << 3
 _GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11  # _IOWR(0xFF, 11, struct pidfd_info)

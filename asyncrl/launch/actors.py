@@ -1,0 +1,150 @@
+"""The Ray actors of a run. Each is a thin shell: Ray places it, the part inside does not know Ray.
+
+    CoordinatorActor  control port, one per run, named
+    EngineActor       owns one SGLang server's process tree
+    RolloutActor      the rollouter
+
+Arguments and results are short JSON strings; a failure inside an actor reaches the run through the
+coordinator (`failure`), and the death of the actor's process through the launcher's watcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import ray
+
+from asyncrl.config import Config
+from asyncrl.control.client import AsyncControlClient, ControlAddress, ControlError
+from asyncrl.control.coordinator import Coordinator
+from asyncrl.control.messages import EngineInfo, ProcessInfo
+from asyncrl.control.server import build_app, serve
+from asyncrl.engines.base import Engine, EngineError
+from asyncrl.engines.process import EngineProcess
+from asyncrl.engines.sglang import SGLangEngine
+from asyncrl.launch.child import Child
+from asyncrl.launch.warden import descendants
+from asyncrl.rollout.service import RolloutService
+from asyncrl.weights.geometry import ModelGeometry
+from asyncrl.weights.probe import probe_prompts
+
+COORDINATOR_NAME = "coordinator"
+ENGINE_POLL_S = 0.2
+
+
+def log_to(path: Path) -> None:
+    """Send this process's output to a file of the run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def make_engine(info: EngineInfo) -> Engine:
+    return SGLangEngine(info.name, info.url, info.api_key)
+
+
+@ray.remote(num_cpus=0)
+class CoordinatorActor:
+    """Serves the control port for as long as it lives."""
+
+    def __init__(self, config_json: str, token: str, log: str) -> None:
+        log_to(Path(log))
+        self._config = Config.model_validate_json(config_json)
+        self._token = token
+        self._log = log
+
+    async def start(self) -> str:
+        """Bind the control port; returns its URL."""
+        config = self._config
+        probes: tuple[tuple[int, ...], ...] = ()
+        if config.weights.verify:
+            probes = probe_prompts(ModelGeometry.from_hf(config.model.path).vocab_size)
+        self._coordinator = Coordinator(
+            make_engine=make_engine,
+            interrupt=config.rollout.interrupt,
+            timeout_s=config.weights.timeout_s,
+            probe_prompts=probes,
+        )
+        app = build_app(self._coordinator, self._token)
+        self._runner, url = await serve(app, config.control.host, config.control.port)
+        await self._coordinator.register_process(
+            ProcessInfo(name="coordinator", pid=os.getpid(), log=self._log)
+        )
+        return url
+
+
+@ray.remote(num_cpus=0)
+class EngineActor:
+    """Starts one engine and registers it when it answers."""
+
+    def __init__(self, config_json: str, engine_idx: int, url: str, token: str, log: str) -> None:
+        log_to(Path(log).with_suffix(".owner.log"))
+        self._config = Config.model_validate_json(config_json)
+        self._engine_idx = engine_idx
+        self._control = AsyncControlClient(ControlAddress(url, token))
+        self._log = Path(log)
+
+    async def start(self) -> None:
+        """Bring the engine up; a failure is reported to the coordinator."""
+        name = f"engine-{self._engine_idx}"
+        await self._control.post(
+            "processes", ProcessInfo(name=f"{name} owner", pid=os.getpid(), log=str(self._log))
+        )
+        try:
+            await self._start(name)
+        except EngineError as error:
+            await self._control.post("failure", str(error))
+
+    async def _start(self, name: str) -> None:
+        process = EngineProcess.plan(self._config, self._engine_idx)
+        self._child = Child(
+            name, process.command, log=self._log, environment=process.environment, grace_s=1.0
+        )
+        await process.wait_until_ready(self._child.exit_code, self._log)
+        for pid in descendants(self._child.pid):
+            label = _process_label(pid)
+            if label is not None:
+                await self._control.post(
+                    "processes", ProcessInfo(name=f"{name} {label}", pid=pid, log=str(self._log))
+                )
+        await self._control.post(
+            "engines",
+            EngineInfo(name=name, url=process.url, api_key=process.token, tp=self._config.engine.tp),
+        )
+
+
+def _process_label(pid: int) -> str | None:
+    """What a process of the engine is; None for helpers whose end means nothing."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    if "resource_tracker" in command or not command.strip():
+        return None
+    words = command.split()
+    return words[0].removeprefix("sglang::") if words[0].startswith("sglang::") else "server"
+
+
+@ray.remote(num_cpus=0)
+class RolloutActor:
+    """Runs the rollouter."""
+
+    def __init__(self, config_json: str, url: str, token: str, log: str) -> None:
+        log_to(Path(log))
+        self._config = Config.model_validate_json(config_json)
+        self._control = AsyncControlClient(ControlAddress(url, token))
+        self._log = log
+
+    async def run(self) -> None:
+        """Until the run is finished; a failure is reported to the coordinator."""
+        await self._control.post("processes", ProcessInfo(name="rollouter", pid=os.getpid(), log=self._log))
+        task = asyncio.ensure_future(RolloutService(self._config, self._control, make_engine).run())
+        await asyncio.wait([task])
+        error = task.exception()
+        if error is not None and not isinstance(error, ControlError):
+            await self._control.post("failure", f"rollouter: {type(error).__name__}: {error}")
+        task.result()

@@ -1,0 +1,224 @@
+"""One run on one machine: start every part, watch them, end them all.
+
+    launcher (this process: supervision, display)
+      |- warden > ray head > CoordinatorActor, RolloutActor, EngineActor > warden > SGLang server
+      |- warden > torchrun > trainer ranks
+
+Every part is below a warden whose pipe this process holds, so nothing survives it, whatever kills it. The
+run ends in one of three ways: finished (the rollouter said so after the last evaluation), stopped (a
+signal: the trainer saves, a resumable directory stays), failed (the first death or the first reported
+failure is shown; exit code 1).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from asyncrl.config import Config
+from asyncrl.control.client import ControlAddress, ControlClient, ControlError
+from asyncrl.control.messages import Phase, RunState
+from asyncrl.launch.actors import COORDINATOR_NAME, CoordinatorActor, EngineActor, RolloutActor
+from asyncrl.launch.child import Child
+from asyncrl.launch.ray_head import RayHead, start_ray
+from asyncrl.launch.warden import descendants
+from asyncrl.launch.watch import Watched, Watcher
+
+RAY_START_TIMEOUT_S = 120.0
+ACTOR_START_TIMEOUT_S = 120.0
+STOP_GRACE_S = 6.0  # for the trainer to save after a signal
+POLL_S = 0.5
+RAY_DAEMONS = ("gcs_server", "raylet")
+
+OnState = Callable[[RunState], None]
+OnPhase = Callable[[str], None]
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says which part ended it and why."""
+
+
+class RunStopped(RuntimeError):
+    """A signal asked the run to stop; what could be saved is saved."""
+
+
+class LocalRun:
+    """Starts and supervises one run. Use once: `run`, then `close` (always)."""
+
+    def __init__(self, config: Config, log_dir: Path, ring_dir: Path, on_phase: OnPhase, on_state: OnState):
+        self._config = config
+        self._log_dir = log_dir
+        self._ring_dir = ring_dir  # below /dev/shm; removed when the run ends, however it ends
+        self._on_phase = on_phase
+        self._on_state = on_state
+        self._watcher = Watcher()
+        self._ray: RayHead | None = None
+        self._trainer: Child | None = None
+        self._control: ControlClient | None = None
+        self._watched: set[int] = set()
+        self._interrupts = 0
+        self._actors: list[object] = []
+        self.last_state = RunState()
+
+    def run(self) -> RunState:
+        """From nothing to the end of training.
+
+        Raises:
+            RunFailed: a part died or reported a failure.
+            RunStopped: SIGINT, SIGTERM or SIGUSR1 arrived.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._interrupt)
+        self._start()
+        return self._supervise()
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupts += 1
+
+    def _start(self) -> None:
+        config = self._config
+        self._on_phase("starting Ray")
+        cpus = len(os.sched_getaffinity(0))
+        self._ray = start_ray(self._log_dir / "ray.log", cpus, RAY_START_TIMEOUT_S)
+        self._watch_ray_daemons(self._ray)
+        self._check()
+        self._on_phase("starting the coordinator")
+        token = secrets.token_hex(16)
+        config_json = config.model_dump_json()
+        coordinator = CoordinatorActor.options(name=COORDINATOR_NAME).remote(  # type: ignore[attr-defined]
+            config_json, token, str(self._log_dir / "coordinator.log")
+        )
+        self._actors.append(coordinator)
+        url = ray.get(coordinator.start.remote(), timeout=ACTOR_START_TIMEOUT_S)
+        address = ControlAddress(url, token)
+        self._control = ControlClient(address)
+        self._check()
+        self._on_phase("starting engines and trainer")
+        self._trainer = self._start_trainer(address)
+        self._watch(Watched("trainer launcher", self._trainer.pid, self._trainer.log))
+        for engine_idx in range(config.engine.replicas):
+            log = str(self._log_dir / f"engine-{engine_idx}.log")
+            engine = EngineActor.remote(config_json, engine_idx, url, token, log)  # type: ignore[attr-defined]
+            self._actors += [engine, engine.start.remote()]
+        log = str(self._log_dir / "rollouter.log")
+        rollouter = RolloutActor.remote(config_json, url, token, log)  # type: ignore[attr-defined]
+        self._actors += [rollouter, rollouter.run.remote()]
+
+    def _start_trainer(self, address: ControlAddress) -> Child:
+        world_size = self._config.parallel.world_size
+        computing = world_size + self._config.engine.replicas * self._config.engine.tp
+        threads = max(1, len(os.sched_getaffinity(0)) // computing)
+        environment = {
+            **address.environment(),
+            "ASYNCRL_LOG_DIR": str(self._log_dir),
+            "ASYNCRL_RING_DIR": str(self._ring_dir),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron: compute and communication kernels in launch order
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        return Child(
+            "trainer",
+            [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
+            + ["--master-addr=127.0.0.1", f"--master-port={_free_port()}", "--max-restarts=0"]
+            + ["-m", "asyncrl.train", str(self._config.run_dir / "config.toml")],
+            log=self._log_dir / "torchrun.log",
+            environment=environment,
+            grace_s=1.0,
+            remove=[self._ring_dir],
+        )
+
+    def _supervise(self) -> RunState:
+        control = self._require_control()
+        revision = -1
+        while True:
+            self._check()
+            try:
+                state = control.state(after=revision, wait_s=POLL_S)
+            except ControlError as error:
+                self._fail_with_death(str(error))
+            revision = state.revision
+            self.last_state = state
+            for process in state.processes:
+                log = Path(process.log) if process.log else None
+                self._watch(Watched(process.name, process.pid, log))
+            self._on_state(state)
+            if state.failure:
+                self._fail_with_death(state.failure)
+            if state.phase is Phase.FINISHED:
+                self._watcher.expect_ends()
+                return state
+
+    def _check(self) -> None:
+        """Raise when a part died or a signal came."""
+        death = self._watcher.first_death
+        if death is not None:
+            raise RunFailed(death.describe())
+        if self._interrupts:
+            self._save_and_stop()
+
+    def _fail_with_death(self, reason: str) -> None:
+        """A reported failure is often the consequence of a death that is about to be noticed."""
+        deadline = time.monotonic() + 1.0
+        while self._watcher.first_death is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        death = self._watcher.first_death
+        raise RunFailed(death.describe() if death is not None else reason)
+
+    def _save_and_stop(self) -> None:
+        """Let the trainer save at its next step; do not wait longer than the grace."""
+        self._watcher.expect_ends()
+        self._on_phase("stopping: the trainer saves")
+        deadline = time.monotonic() + STOP_GRACE_S
+        if self._control is not None and self._trainer is not None:
+            self._control.post("stop", timeout_s=2.0)
+            while self._interrupts < 2 and not self._trainer.wait(0.05) and time.monotonic() < deadline:
+                continue
+            self.last_state = self._control.state()
+        raise RunStopped("stopped by a signal")
+
+    def _watch(self, process: Watched) -> None:
+        if process.pid not in self._watched:
+            self._watched.add(process.pid)
+            self._watcher.add(process)
+
+    def _watch_ray_daemons(self, head: RayHead) -> None:
+        for pid in descendants(head.child.pid):
+            executable = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            name = executable.rpartition("/")[2]
+            if name in RAY_DAEMONS:
+                self._watch(Watched(f"ray {name}", pid, head.child.log))
+
+    def _require_control(self) -> ControlClient:
+        if self._control is None:
+            raise RunFailed("the coordinator was not started")
+        return self._control
+
+    def close(self) -> None:
+        """End every process of the run and remove its shared memory. Safe to call at any point."""
+        self._watcher.expect_ends()
+        children = [child for child in (self._trainer, self._ray.child if self._ray else None) if child]
+        for child in children:
+            child.begin_end()
+        if ray.is_initialized():
+            ray.shutdown()
+        for child in children:
+            child.end(timeout_s=4.0)
+        self._watcher.close()
+        shutil.rmtree(self._ring_dir, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

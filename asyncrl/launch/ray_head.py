@@ -1,0 +1,95 @@
+"""A private Ray cluster of one node for one run: loopback only, with a token, gone when the run is.
+
+Ray rewrites 127.0.0.1 to the host's outward address, so the node takes another address of the loopback
+network. The session directory is short (unix socket paths end at 107 bytes) and removed by the warden.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from asyncrl.launch.child import Child
+
+NODE_ADDRESS = "127.0.0.2"
+NAMESPACE = "asyncrl"
+OBJECT_STORE_BYTES = 80_000_000  # actors exchange short JSON strings only
+
+
+class RayError(RuntimeError):
+    """Ray did not start."""
+
+
+@dataclass(frozen=True)
+class RayHead:
+    child: Child
+    address: str
+
+
+def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
+    """Start a head node under a warden and connect this process to it as the driver.
+
+    Raises:
+        RayError: it ended or did not answer within ``timeout_s`` seconds.
+    """
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+    }
+    port, client_port = _free_ports(2)
+    session = Path(tempfile.mkdtemp(prefix="arl-"))
+    child = Child(
+        "ray",
+        [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
+        + [f"--node-ip-address={NODE_ADDRESS}", f"--port={port}", f"--ray-client-server-port={client_port}"]
+        + ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        + ["--include-dashboard=false", "--include-log-monitor=false", "--disable-usage-stats"]
+        + [f"--num-cpus={num_cpus}", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={session}"],
+        log=log,
+        grace_s=1.5,
+        remove=[session],
+    )
+    head = RayHead(child, f"{NODE_ADDRESS}:{port}")
+    _wait_for_port(head, port, timeout_s)
+    ray.init(
+        address=head.address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address=NODE_ADDRESS,
+    )
+    return head
+
+
+def _wait_for_port(head: RayHead, port: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while head.child.exit_code() is None and time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex((NODE_ADDRESS, port)) == 0:
+                return
+        time.sleep(0.1)
+    code = head.child.exit_code()
+    what = f"ended with status {code}" if code is not None else f"did not answer within {timeout_s:.0f} s"
+    head.child.end(5.0)
+    raise RayError(f"ray {what}; see {head.child.log}")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Distinct free ports; held together while they are picked."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind((NODE_ADDRESS, 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

@@ -1,0 +1,96 @@
+"""From ring records to training sequences.
+
+    ring of this replica --> samples (the same on every rank of the replica) --> advantages, loss weights
+                                                                            --> TrainSequence per sample
+
+Weights of the loss are fixed by counts of the *global* batch, before it is cut into replicas and
+micro-batches, so the loss does not depend on the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.algo.advantages import compute_advantages
+from asyncrl.algo.aggregation import BatchCounts, token_weight
+from asyncrl.config import Config
+from asyncrl.trainer.collectives import max_over_ranks, sum_over_leaders
+from asyncrl.types import PolicyVersion, Sample
+from megatron_ext.packing import TrainSequence
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What a step's global batch looked like."""
+
+    reward_mean: float
+    staleness_mean: float  # over model tokens: trainer's version - version that sampled the token
+    staleness_max: int  # trainer's version - oldest version in the batch
+    partial_ratio: float  # share of samples whose tokens come from more than one version
+    partial_max_span: int  # most versions within one sample, minus one
+    completion_tokens_mean: float
+    num_samples: int
+    num_tokens: int  # model tokens, those that are trained on
+
+
+def batch_stats(samples: Sequence[Sample], version: PolicyVersion, is_leader: bool) -> BatchStats:
+    """Statistics over all replicas' samples; every rank calls this with its replica's."""
+    spans = [sample.max_version - sample.min_version for sample in samples]
+    staleness = [version - sample.sampled_versions for sample in samples]
+    sums = sum_over_leaders(
+        [
+            len(samples),
+            sum(sample.reward for sample in samples),
+            sum(len(rows) for rows in staleness),
+            float(sum(rows.sum() for rows in staleness)),
+            sum(span > 0 for span in spans),
+        ],
+        is_leader,
+    )
+    num_samples, reward, num_tokens, token_staleness, num_partial = sums
+    oldest, longest_span = max_over_ranks(
+        [max((version - sample.min_version for sample in samples), default=0), max(spans, default=0)]
+    )
+    return BatchStats(
+        reward_mean=reward / num_samples,
+        staleness_mean=token_staleness / num_tokens,
+        staleness_max=int(oldest),
+        partial_ratio=num_partial / num_samples,
+        partial_max_span=int(longest_span),
+        completion_tokens_mean=num_tokens / num_samples,
+        num_samples=int(num_samples),
+        num_tokens=int(num_tokens),
+    )
+
+
+def train_sequences(
+    samples: Sequence[Sample], config: Config, version: PolicyVersion, is_leader: bool
+) -> list[TrainSequence]:
+    """One training sequence per sample of this replica; every rank calls this."""
+    counts = BatchCounts.of([int(sample.loss_mask.sum()) for sample in samples])
+    num_samples, num_tokens = sum_over_leaders([counts.num_samples, counts.num_tokens], is_leader)
+    batch = BatchCounts(int(num_samples), int(num_tokens))
+    return [_sequence(sample, batch, config, version) for sample in samples]
+
+
+def _sequence(sample: Sample, batch: BatchCounts, config: Config, version: PolicyVersion) -> TrainSequence:
+    advantage = compute_advantages(config.algorithm.advantage, sample.group_rewards)[sample.sample_idx]
+    weight = token_weight(
+        config.algorithm.aggregation,
+        batch,
+        int(sample.loss_mask.sum()),
+        constant_tokens=config.rollout.max_new_tokens,
+    )
+    mask = sample.loss_mask.astype(np.float32)
+    return TrainSequence(
+        token_ids=sample.token_ids,
+        loss_mask=sample.loss_mask,
+        behav_logprobs=sample.behav_logprobs,
+        prox_logprobs=None,  # one update per batch: the current logprobs, detached
+        advantages=np.float32(advantage) * mask,
+        loss_weights=np.float32(weight) * mask,
+        staleness=np.where(sample.loss_mask != 0, version - sample.policy_versions, 0).astype(np.int32),
+    )

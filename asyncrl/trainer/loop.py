@@ -1,0 +1,212 @@
+"""The training loop of one rank.
+
+    wait for a batch -> forward, backward, update -> publish -> checkpoint -> the next batch
+         (ring)              (megatron_ext)          (weights)   (megatron_ext)
+
+What blocks what: the loop waits for the ring only when rollouts are slower than training; engines wait for
+the loop only while a publication pauses them. Batch b (0-based) is trained at policy version b, and makes
+version b + 1. Rank 0 decides (go on, stop) and broadcasts, so all ranks take the same path.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.algo.metrics import summarize
+from asyncrl.algo.objectives import build_objective
+from asyncrl.config import Config
+from asyncrl.control.client import ControlClient
+from asyncrl.control.messages import CheckpointDone, Phase, StepDone, TrainerStart
+from asyncrl.ring.errors import RingTimeout
+from asyncrl.ring.group import Group
+from asyncrl.trainer.batch import BatchStats, batch_stats, train_sequences
+from asyncrl.trainer.collectives import broadcast_json, max_over_ranks, sum_over_leaders
+from asyncrl.trainer.plan import agree_microbatches, count_microbatches, plan_step
+from asyncrl.trainer.publication import PolicyPublisher, PublishTimes
+from asyncrl.trainer.record import StepRecorder
+from asyncrl.trainer.verify import Verifier
+from asyncrl.types import Sample
+from megatron_ext.packing import MicroBatch, pack
+from megatron_ext.parallel import RankInfo
+from megatron_ext.policy import MegatronPolicy, StepStats
+
+
+class BatchTimeout(RuntimeError):
+    """No batch came within train.batch_timeout_s."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step, and the share of it that the trainer waited for samples."""
+
+    wait_s: float
+    train_s: float
+    publish: PublishTimes
+    step_s: float
+
+    @property
+    def idle_ratio(self) -> float:
+        return self.wait_s / self.step_s
+
+
+class StopSignal:
+    """Remembers that SIGTERM or SIGUSR1 (Slurm's warning) came; the loop stops at the next step."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+
+
+class TrainingLoop:
+    """One rank's part in training; every rank runs the same calls in the same order."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: RankInfo,
+        policy: MegatronPolicy,
+        group: Group,
+        publisher: PolicyPublisher,
+        verifier: Verifier | None,
+        control: ControlClient | None,
+        recorder: StepRecorder | None,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._policy = policy
+        self._group = group
+        self._publisher = publisher
+        self._verifier = verifier
+        self._control = control  # on rank 0 only
+        self._recorder = recorder  # on rank 0 only
+        self._objective = build_objective(config.algorithm)
+        self._stop_signal = StopSignal()
+        self._pad_multiple = policy.layout.pad_multiple
+
+    def run(self, first_step: int, rings: tuple[str, ...]) -> None:
+        """Train from ``first_step`` to the configured number of steps, or until asked to stop."""
+        config, control = self._config, self._control
+        if control:
+            control.post("trainer/start", TrainerStart(step=first_step, policy_version=first_step, rings=rings))
+        self._publisher.connect_engines()
+        self._publish(first_step)
+        if control:
+            control.post("phase", Phase.TRAINING)
+        step = first_step
+        saved_step = first_step if first_step > 0 else -1
+        while step < config.train.steps:
+            started = time.monotonic()
+            samples = self._next_batch()
+            if samples is None:
+                break
+            waited = time.monotonic()
+            stats = batch_stats(samples, step, self._rank.is_replica_leader)
+            result, waste = self._update(samples, step)
+            trained = time.monotonic()
+            step += 1
+            if control:
+                control.post("trainer/step", StepDone(batch_idx=step - 1))
+            published = self._publish(step)
+            times = StepTimes(waited - started, trained - waited, published, time.monotonic() - started)
+            self._record(step, stats, result, waste, times)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                saved_step = self._save(step)
+        if saved_step != step:
+            self._save(step)
+        if control:
+            control.post("phase", Phase.FINISHING)
+
+    def _next_batch(self) -> list[Sample] | None:
+        """This replica's share of the next batch, or None when the run is to stop here."""
+        count = self._config.train.samples_per_step // self._config.parallel.dp
+        if self._control:
+            decision = {"go": self._await_batch(self._control, count)}
+        else:
+            decision = {}
+        if not broadcast_json(decision)["go"]:
+            return None
+        with self._group.get_batch(count, timeout=self._config.train.batch_timeout_s) as batch:
+            samples = [record.sample() for record in batch]
+            batch.ack()
+        return samples
+
+    def _await_batch(self, control: ControlClient, count: int) -> bool:
+        """Wait until rank 0's ring holds a batch; False when the run is to stop instead.
+
+        Raises:
+            BatchTimeout: neither happened within the deadline.
+        """
+        deadline = time.monotonic() + self._config.train.batch_timeout_s
+        while time.monotonic() < deadline:
+            if self._stop_signal.received or control.state().stop_requested:
+                return False
+            try:
+                self._group.wait_for(count, timeout=1.0)
+            except RingTimeout:
+                continue
+            return True
+        raise BatchTimeout(
+            f"no batch of {count} samples within {self._config.train.batch_timeout_s:.0f} s: the rollouter"
+            f" delivered {self._group.available()}; see its log, or raise train.batch_timeout_s"
+        )
+
+    def _update(self, samples: list[Sample], version: int) -> tuple[StepStats, float]:
+        """One optimizer step on the batch; returns its statistics and the share of padding."""
+        sequences = train_sequences(samples, self._config, version, self._rank.is_replica_leader)
+        lengths = [sample.num_tokens - 1 for sample in samples]  # the last token predicts nothing
+        budget = self._config.train.microbatch_tokens
+        needed = count_microbatches(lengths, budget=budget, pad_multiple=self._pad_multiple)
+        rounds = self._config.parallel.pp if self._config.parallel.vpp > 1 else 1
+        agreed = agree_microbatches([int(max_over_ranks([needed])[0])], multiple_of=rounds)
+        plan = plan_step(lengths, budget=budget, pad_multiple=self._pad_multiple, num_microbatches=agreed)
+        micro_batches: list[MicroBatch] = [
+            pack([sequences[idx] for idx in indices], self._pad_multiple) for indices in plan.micro_batches
+        ]
+        return self._policy.train_step(micro_batches, self._objective), plan.waste
+
+    def _publish(self, version: int) -> PublishTimes:
+        self._policy.gather_parameters()
+        times = self._publisher.publish(version)
+        if self._verifier:
+            self._verifier.compare(version, self._publisher.last_result)
+        return times
+
+    def _record(
+        self, step: int, stats: BatchStats, result: StepStats, waste: float, times: StepTimes
+    ) -> None:
+        depth = sum_over_leaders([float(self._group.available())], self._rank.is_replica_leader)[0]
+        if self._recorder and self._control:
+            self._recorder.record(
+                step=step,
+                stats=stats,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                sums=summarize(result.sums),
+                padding_waste=waste,
+                times=times,
+                ring_depth=int(depth),
+                rollout=self._control.state().rollout,
+            )
+
+    def _save(self, step: int) -> int:
+        """Make everything up to ``step`` durable, and tell the coordinator."""
+        directory = self._config.run_dir / "checkpoints"
+        rollout = self._control.state().rollout.model_dump() if self._control else None
+        common = broadcast_json({"step": step, "policy_version": step, "rollout": rollout})
+        self._policy.save(
+            Path(directory),
+            step,
+            common,
+            keep=self._config.checkpoint.keep,
+            export_hf=self._config.checkpoint.export_hf,
+        )
+        if self._control:
+            self._control.post("trainer/checkpoint", CheckpointDone(step=step))
+        return step
