@@ -57,9 +57,9 @@ class WorkerProcess:
         except TimeoutError:
             await _kill_group(process)
             raise RewardError(f"{function}: importing it took longer than {timeout_s:g} s") from None
-        greeting = (
-            json.loads(line) if line else {"ready": False, "error": f"{function}: {await _ending(process)}"}
-        )
+        if not line:
+            raise RewardError(f"{function}: importing it: {await _ending(process)}")
+        greeting = json.loads(line)
         if not greeting["ready"]:
             await _kill_group(process)
             raise RewardError(f"reward.function: {greeting['error']}")

@@ -30,7 +30,7 @@ REASONING_GYM = "reasoning_gym"
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Import ``FILE.py:FUNCTION``, or the built-in ``reasoning_gym``; whatever the file raises is let through.
+    """Import ``FILE.py:FUNCTION``, or the built-in ``reasoning_gym``; what it raises is let through.
 
     Raises:
         FileNotFoundError: no such file.

@@ -30,7 +30,8 @@ def trl(prompts, completions, completion_ids, difficulty, **columns):
     return [1.0 if completions[0][0]["content"] == "2" else 0.0]
 
 def areal(prompt, completions, prompt_ids, completion_ids, answer, **kw):
-    assert prompt == "1+1?" and prompt_ids == [1, 2] and completion_ids == [5, 6] and kw["difficulty"] == "easy"
+    assert prompt == "1+1?" and prompt_ids == [1, 2] and completion_ids == [5, 6]
+    assert kw["difficulty"] == "easy"
     return completions == answer
 
 def plain(prompt, completion, answer):
@@ -165,8 +166,10 @@ async def test_what_cannot_be_loaded_says_where(forms: Path, tmp_path: Path) -> 
         f"{forms}:absent": "no function 'absent'; it defines compute_score",
         f"{forms}:strange": r"parameters \(x, y\) are of no known form",
         f"{tmp_path}/none.py:f": "no such file",
+        f"{tmp_path}/exits.py:f": "importing it: its worker process ended with exit code 4",
         "lastnumber": "use last_number, exact_match, reasoning_gym or FILE.py:FUNCTION",
     }
+    (tmp_path / "exits.py").write_text("import os\nos._exit(4)\n")
     (tmp_path / "broken.py").write_text("x = 1\ny = undefined_name\n")
     (tmp_path / "syntax.py").write_text("x = 1\ndef f(:\n")
     cases[f"{tmp_path}/broken.py:f"] = r"broken\.py:2: NameError"
