@@ -14,17 +14,11 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-if torch.version.cuda is None:
-    # PyPI's torchvision, which transformers imports, does not load its operators beside a CPU build of
-    # torch; its import only needs to find their schemas.
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
-        if not hasattr(torch.ops.torchvision, schema.partition("(")[0]):
-            torch.library.define(f"torchvision::{schema.partition('(')[0]}", schema[schema.index("(") :])
+from asyncrl.data.torchvision_ops import declare_torchvision_operators
 
-from transformers import (
+declare_torchvision_operators()
+
+from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
