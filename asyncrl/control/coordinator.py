@@ -117,7 +117,7 @@ class Coordinator:
         await self._update(batches_trained=done.batch_idx + 1)
 
     async def checkpoint_done(self, done: CheckpointDone) -> None:
-        await self._update(checkpoint_step=done.step)
+        await self._update(checkpoint_step=done.step, oldest_checkpoint_step=done.oldest_step)
 
     async def rollout_report(self, report: RolloutReport) -> None:
         await self._update(rollout=report)

@@ -64,7 +64,8 @@ class RolloutReport(Message):
     acknowledged: int = 0
     dropped: dict[str, int] = {}  # by reason
     tokens_generated: int = 0
-    engine_busy_s: float = 0.0
+    engine_busy_s: float = 0.0  # summed over engines, since the rollouter started
+    num_engines: int = 0
     reward_errors: int = 0
     next_prompt_idx: int = 0
     released_batches: int = 0
@@ -85,9 +86,10 @@ class StepDone(Message):
 
 
 class CheckpointDone(Message):
-    """Everything up to and including ``step`` steps is durable."""
+    """The first ``step`` steps are durable; no kept checkpoint is older than ``oldest_step``."""
 
     step: int
+    oldest_step: int
 
 
 class WeightGroup(Message):
@@ -142,6 +144,7 @@ class RunState(Message):
     start_step: int = -1  # -1 until the trainer has started; > 0 after a resume
     batches_trained: int = 0
     checkpoint_step: int = -1
+    oldest_checkpoint_step: int = -1
     publications: int = 0  # committed in this attempt
     draining: bool = False  # the rollouter must let running samples finish and start none
     rings: tuple[str, ...] = ()

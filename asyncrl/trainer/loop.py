@@ -13,7 +13,6 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrl.algo.metrics import summarize
 from asyncrl.algo.objectives import build_objective
@@ -23,6 +22,7 @@ from asyncrl.control.messages import CheckpointDone, Phase, StepDone, TrainerSta
 from asyncrl.ring.errors import RingTimeout
 from asyncrl.ring.group import Group
 from asyncrl.trainer.batch import BatchStats, batch_stats, train_sequences
+from asyncrl.trainer.checkpoints import Checkpoints
 from asyncrl.trainer.collectives import broadcast_json, max_over_ranks, sum_over_leaders
 from asyncrl.trainer.plan import agree_microbatches, count_microbatches, plan_step
 from asyncrl.trainer.publication import PolicyPublisher, PublishTimes
@@ -74,6 +74,7 @@ class TrainingLoop:
         policy: MegatronPolicy,
         group: Group,
         publisher: PolicyPublisher,
+        checkpoints: Checkpoints,
         verifier: Verifier | None,
         control: ControlClient | None,
         recorder: StepRecorder | None,
@@ -83,6 +84,7 @@ class TrainingLoop:
         self._policy = policy
         self._group = group
         self._publisher = publisher
+        self._checkpoints = checkpoints
         self._verifier = verifier
         self._control = control  # on rank 0 only
         self._recorder = recorder  # on rank 0 only
@@ -169,10 +171,10 @@ class TrainingLoop:
         micro_batches: list[MicroBatch] = [
             pack([sequences[idx] for idx in indices], self._pad_multiple) for indices in plan.micro_batches
         ]
-        return self._policy.train_step(micro_batches, self._objective), plan.waste
+        temperature = self._config.rollout.temperature
+        return self._policy.train_step(micro_batches, self._objective, temperature=temperature), plan.waste
 
     def _publish(self, version: int) -> PublishTimes:
-        self._policy.gather_parameters()
         times = self._publisher.publish(version)
         if self._verifier:
             self._verifier.compare(version, self._publisher.last_result)
@@ -188,7 +190,8 @@ class TrainingLoop:
                 stats=stats,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                sums=summarize(result.sums),
+                learning_rate=result.learning_rate,
+                algorithm=summarize(result.sums),
                 padding_waste=waste,
                 times=times,
                 ring_depth=int(depth),
@@ -197,16 +200,10 @@ class TrainingLoop:
 
     def _save(self, step: int) -> int:
         """Make everything up to ``step`` durable, and tell the coordinator."""
-        directory = self._config.run_dir / "checkpoints"
         rollout = self._control.state().rollout.model_dump() if self._control else None
         common = broadcast_json({"step": step, "policy_version": step, "rollout": rollout})
-        self._policy.save(
-            Path(directory),
-            step,
-            common,
-            keep=self._config.checkpoint.keep,
-            export_hf=self._config.checkpoint.export_hf,
-        )
+        self._checkpoints.save(self._policy, step, common)
         if self._control:
-            self._control.post("trainer/checkpoint", CheckpointDone(step=step))
+            oldest = self._checkpoints.oldest_step()
+            self._control.post("trainer/checkpoint", CheckpointDone(step=step, oldest_step=oldest))
         return step

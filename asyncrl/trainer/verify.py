@@ -16,6 +16,7 @@ import numpy as np
 from asyncrl.control.messages import PublicationResult
 from asyncrl.observe.events import EventLog
 from asyncrl.types import PolicyVersion
+from megatron_ext.checkpoint import export_hf
 from megatron_ext.packing import TrainSequence, pack
 from megatron_ext.policy import MegatronPolicy
 
@@ -32,14 +33,14 @@ class Verifier:
         policy: MegatronPolicy,
         prompts: Sequence[tuple[int, ...]],
         tolerance: float,
-        pad_multiple: int,
+        model_dir: Path,
         export_dir: Path,
         events: EventLog | None,
     ) -> None:
         self._policy = policy
         self._prompts = prompts
         self._tolerance = tolerance
-        self._pad_multiple = pad_multiple
+        self._model_dir = model_dir
         self._export_dir = export_dir
         self._events = events  # on rank 0 only
 
@@ -50,7 +51,7 @@ class Verifier:
             WeightMismatch: a logprob differs by more than the tolerance, naming prompt and position.
         """
         trainer = [self._trainer_logprobs(prompt) for prompt in self._prompts]
-        self._policy.export_hf(self._export_dir / f"version_{version}")
+        export_hf(self._policy, self._model_dir, self._export_dir / f"version_{version}")
         if result is None or self._events is None:
             return
         for name, verification in result.verification.items():
@@ -81,7 +82,7 @@ class Verifier:
             loss_weights=zeros,
             staleness=np.zeros(size, np.int32),
         )
-        logprobs = self._policy.compute_logprobs([pack([sequence], self._pad_multiple)])[0]
+        logprobs = self._policy.compute_logprobs([pack([sequence], self._policy.layout.pad_multiple)])[0]
         return [float(value) for value in logprobs[: size - 1]]
 
 

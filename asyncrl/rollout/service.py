@@ -1,0 +1,227 @@
+"""The rollouter as a part of a run: it follows the coordinator's state and reports to it.
+
+    coordinator state --poll--> engines, policy version, batches trained, checkpoints, draining, phase
+    Rollouter --report, once a second--> counters;  --per batch--> rollouts/step_N.jsonl
+    held-out evaluation before the first step and after the last
+
+The service waits for the first publication, so that no token is ever sampled from weights that are not the
+trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.control.client import AsyncControlClient
+from asyncrl.control.messages import (
+    EngineInfo,
+    EngineStatus,
+    HeldOut,
+    Phase,
+    RolloutReport,
+    RunState,
+)
+from asyncrl.data.chat import ChatTemplate
+from asyncrl.data.prompts import PromptSource, open_prompts
+from asyncrl.engines.base import Engine
+from asyncrl.rewards.base import Reward
+from asyncrl.rewards.load import open_reward
+from asyncrl.ring.ring import Ring
+from asyncrl.rollout.evaluate import evaluate
+from asyncrl.rollout.journal import Journal
+from asyncrl.rollout.report import ReleasedBatch
+from asyncrl.rollout.rollouter import Rollouter
+from asyncrl.rollout.settings import RolloutSettings
+from asyncrl.rollout.sinks import RingSink
+
+REPORT_INTERVAL_S = 1.0
+POLL_S = 10.0
+
+EngineFactory = Callable[[EngineInfo], Engine]
+
+
+class RolloutService:
+    """One per rollout host. Use `run` once."""
+
+    def __init__(self, config: Config, control: AsyncControlClient, make_engine: EngineFactory) -> None:
+        self._config = config
+        self._control = control
+        self._make_engine = make_engine
+        self._template = ChatTemplate(config.model.path)
+        self._engines: dict[str, Engine] = {}
+        self._state = RunState()
+        self._publication_seen = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the run has finished."""
+        config = self._config
+        prompts = open_prompts(config.data, config.eval, self._template, config.rollout.max_prompt_tokens)
+        reward = await open_reward(config.reward)
+        try:
+            await self._wait_for_first_publication()
+            if self._state.start_step == 0:
+                await self._evaluate("before", prompts, reward)
+            await self._roll(prompts, reward)
+            if not self._state.stop_requested:
+                await self._evaluate("after", prompts, reward)
+            await self._control.post("phase", Phase.FINISHED)
+        finally:
+            await reward.close()
+            for engine in self._engines.values():
+                await engine.close()
+            await self._control.close()
+
+    async def _poll(self) -> RunState:
+        self._state = await self._control.state(after=self._state.revision, wait_s=POLL_S)
+        return self._state
+
+    async def _wait_for_first_publication(self) -> None:
+        deadline = time.monotonic() + self._config.engine.start_timeout_s + self._config.weights.timeout_s
+        while self._state.policy_version < 0 or not self._state.rings:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    "waited for the trainer's first publication; see the logs of trainer and engines"
+                )
+            await self._poll()
+        self._follow_engines(None)
+
+    # --- held-out evaluation ---
+
+    async def _evaluate(self, label: str, prompts: PromptSource, reward: Reward) -> None:
+        if not prompts.heldout:
+            return
+        result = await evaluate(
+            engines=self._engines,
+            prompts=prompts.heldout,
+            reward=reward,
+            decode=self._template.decode,
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            stop_token_ids=self._template.stop_token_ids,
+            max_concurrent=self._config.engine.max_running_requests * len(self._engines),
+            timeout_s=self._config.rollout.request_timeout_s,
+        )
+        await self._control.post(
+            "held_out",
+            HeldOut(
+                label=label,
+                policy_version=self._state.policy_version,
+                accuracy=result.accuracy,
+                num_tasks=result.num_tasks,
+                seconds=result.seconds,
+            ),
+        )
+
+    # --- rollouts ---
+
+    async def _roll(self, prompts: PromptSource, reward: Reward) -> None:
+        """Feed the trainer until it has done its last step."""
+        settings = RolloutSettings.from_config(self._config, self._template.stop_token_ids)
+        journal = Journal.open(self._config.run_dir / "rollouts" / "journal.sqlite", settings.journal)
+        rings = [
+            Ring.open(Path(path), role="producer", name=f"rollouter-{idx}")
+            for idx, path in enumerate(self._state.rings)
+        ]
+        rollouter = Rollouter(
+            engines=self._engines,
+            prompts=prompts,
+            reward=reward,
+            decode=self._template.decode,
+            sink=RingSink(rings, journal.producer_uid, self._config.train.batch_timeout_s),
+            journal=journal,
+            settings=settings,
+            start_batch=self._state.start_step,
+            on_batch_released=self._write_batch,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(rollouter.run())
+                reporting = tasks.create_task(self._report_forever(rollouter))
+                await self._follow(rollouter, running)
+                rollouter.stop()
+                await running
+                reporting.cancel()
+            await self._report(rollouter)
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+        finally:
+            for ring in rings:
+                ring.detach()
+            journal.close()
+
+    async def _follow(self, rollouter: Rollouter, running: asyncio.Task[None]) -> None:
+        """Tell the rollouter what changes, until training is over."""
+        draining = False
+        while self._state.phase is not Phase.FINISHING and not self._state.stop_requested:
+            if running.done():
+                return
+            state = await self._poll()
+            self._follow_engines(rollouter)
+            rollouter.on_version(state.policy_version, state.batches_trained)
+            if state.checkpoint_step > 0:
+                await rollouter.on_checkpoint(state.checkpoint_step, state.oldest_checkpoint_step)
+            if state.draining != draining:
+                draining = state.draining
+                rollouter.set_paused(draining)
+                if draining:
+                    await rollouter.drained(self._config.weights.timeout_s)
+                    await self._report(rollouter)
+        if self._state.checkpoint_step > 0:
+            await rollouter.on_checkpoint(self._state.checkpoint_step, self._state.oldest_checkpoint_step)
+
+    def _follow_engines(self, rollouter: Rollouter | None) -> None:
+        for info in self._state.engines:
+            known = info.name in self._engines
+            if info.status is EngineStatus.QUARANTINED and known:
+                del self._engines[info.name]
+                if rollouter is not None:
+                    rollouter.remove_engine(info.name, info.reason)
+            elif info.status is EngineStatus.SERVING and not known:
+                self._engines[info.name] = self._make_engine(info)
+                if rollouter is not None:
+                    rollouter.add_engine(info.name, self._engines[info.name])
+
+    async def _report_forever(self, rollouter: Rollouter) -> None:
+        while True:
+            await self._report(rollouter)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _report(self, rollouter: Rollouter) -> None:
+        counts, stats = rollouter.counts(), rollouter.stats()
+        await self._control.post(
+            "rollout",
+            RolloutReport(
+                issued=counts.issued,
+                pending=counts.pending,
+                running=counts.running,
+                interrupted=counts.interrupted,
+                rewarded=counts.rewarded,
+                in_ring=counts.in_ring,
+                consumed=counts.consumed,
+                acknowledged=counts.acknowledged,
+                dropped=dict(counts.dropped),
+                tokens_generated=stats.tokens_generated,
+                engine_busy_s=stats.engine_busy_s,
+                num_engines=stats.num_engines,
+                reward_errors=stats.reward_errors,
+                next_prompt_idx=stats.next_prompt_idx,
+                released_batches=stats.released_batches,
+            ),
+        )
+
+    def _write_batch(self, batch: ReleasedBatch) -> None:
+        """rollouts/step_N.jsonl; N is the step that trains this batch, from 1 on."""
+        if not self._config.observe.rollouts:
+            return
+        path = self._config.run_dir / "rollouts" / f"step_{batch.batch_idx + 1}.jsonl"
+        lines = [json.dumps(record.to_json(), ensure_ascii=False) for record in batch.records]
+        path.write_text("\n".join(lines) + "\n")
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

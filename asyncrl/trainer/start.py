@@ -1,0 +1,134 @@
+"""One rank from its configuration to the end of training.
+
+    process groups -> model from the Hugging Face directory -> checkpoint, if any -> ring of this replica
+                   -> publisher -> TrainingLoop.run
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.control.client import ControlAddress, ControlClient
+from asyncrl.control.messages import ProcessInfo
+from asyncrl.observe.events import EventLog
+from asyncrl.observe.metrics import MetricsWriter
+from asyncrl.ring.ring import Ring
+from asyncrl.trainer.checkpoints import Checkpoints
+from asyncrl.trainer.loop import TrainingLoop
+from asyncrl.trainer.publication import PolicyPublisher
+from asyncrl.trainer.record import StepRecorder
+from asyncrl.trainer.verify import Verifier
+from asyncrl.weights.geometry import ModelGeometry
+from asyncrl.weights.probe import probe_prompts
+from asyncrl.weights.publisher import Publisher
+from megatron_ext.optimizer import OptimizerSettings
+from megatron_ext.parallel import ParallelLayout, RankInfo, initialize, shutdown
+from megatron_ext.policy import MegatronPolicy
+
+MIB = 1 << 20
+RING_DIR_VARIABLE = "ASYNCRL_RING_DIR"
+LOG_DIR_VARIABLE = "ASYNCRL_LOG_DIR"
+VERIFY_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats
+
+
+def run_rank(config: Config) -> None:
+    """Train as one of the ranks that torchrun or srun started."""
+    control = ControlClient(ControlAddress.from_environment())
+    _register(control)
+    layout = ParallelLayout(**config.parallel.model_dump())
+    rank = initialize(layout, config.train.seed, timeout_s=config.train.batch_timeout_s)
+    geometry = ModelGeometry.from_hf(config.model.path)
+    policy = MegatronPolicy.build(
+        config.model.path, geometry, layout, getattr(torch, config.model.dtype), _optimizer(config)
+    )
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.model.path, config.checkpoint)
+    first_step = checkpoints.restore(policy)
+    leader = control if rank.rank == 0 else None
+    ring_paths = _ring_paths(config)
+    ring = _open_ring(config, ring_paths[rank.dp_rank], rank)
+    num_members = config.parallel.world_size // config.parallel.dp
+    publisher = Publisher(
+        rank.rank,
+        rank.world_size,
+        policy.layouts(),
+        policy.tensors(),
+        geometry,
+        int(config.weights.bucket_mib * MIB),
+        config.weights.timeout_s,
+    )
+    loop = TrainingLoop(
+        config,
+        rank,
+        policy,
+        ring.group("trainer", rank=_rank_in_replica(rank, layout), size=num_members),
+        PolicyPublisher(publisher, leader, config),
+        checkpoints,
+        _verifier(config, policy, rank) if config.weights.verify else None,
+        leader,
+        _recorder(config) if leader else None,
+    )
+    loop.run(first_step, tuple(str(path) for path in ring_paths))
+    ring.detach()
+    shutdown()
+
+
+def _register(control: ControlClient) -> None:
+    """Let the launcher watch this rank."""
+    global_rank = os.environ["RANK"]
+    log = None
+    if LOG_DIR_VARIABLE in os.environ:
+        log = str(Path(os.environ[LOG_DIR_VARIABLE]) / f"trainer-rank{global_rank}.log")
+    control.post("processes", ProcessInfo(name=f"trainer rank {global_rank}", pid=os.getpid(), log=log))
+
+
+def _optimizer(config: Config) -> OptimizerSettings:
+    train = config.train
+    return OptimizerSettings(
+        lr=train.lr,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        weight_decay=train.weight_decay,
+        clip_grad=train.clip_grad,
+        warmup_steps=train.warmup_steps,
+    )
+
+
+def _ring_paths(config: Config) -> list[Path]:
+    directory = Path(os.environ[RING_DIR_VARIABLE])
+    return [directory / f"replica-{dp_rank}" for dp_rank in range(config.parallel.dp)]
+
+
+def _open_ring(config: Config, path: Path, rank: RankInfo) -> Ring:
+    """The leader of each replica creates the replica's ring; the other ranks open it."""
+    if rank.is_replica_leader:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Ring.create(
+            path, arena_bytes=int(config.ring.arena_mib * MIB), num_slots=config.ring.num_slots
+        ).detach()
+    dist.barrier()
+    return Ring.open(path, role="reader", name=f"trainer-rank{rank.rank}")
+
+
+def _rank_in_replica(rank: RankInfo, layout: ParallelLayout) -> int:
+    """0 for the leader."""
+    return (rank.pp_rank * layout.cp + rank.cp_rank) * layout.tp + rank.tp_rank
+
+
+def _verifier(config: Config, policy: MegatronPolicy, rank: RankInfo) -> Verifier:
+    return Verifier(
+        policy,
+        probe_prompts(policy.geometry.vocab_size),
+        VERIFY_TOLERANCE[config.model.dtype],
+        config.model.path,
+        config.run_dir / "verify",
+        EventLog(config.run_dir) if rank.rank == 0 else None,
+    )
+
+
+def _recorder(config: Config) -> StepRecorder:
+    return StepRecorder(MetricsWriter(config.run_dir, tensorboard=config.observe.tensorboard))
