@@ -99,7 +99,9 @@ class Ledger:
     terminal. Not thread-safe: one event loop owns it.
     """
 
-    def __init__(self, next_id: int = 0, acknowledged: int = 0, dropped: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, next_id: int = 0, acknowledged: int = 0, dropped: Mapping[str, int] | None = None
+    ) -> None:
         """Begin with the terminal samples of an earlier life; ids from ``next_id`` on are new."""
         self._states: dict[int, SampleState] = {}
         self._totals: Counter[SampleState] = Counter({_S.ACKNOWLEDGED: acknowledged})
@@ -139,7 +141,7 @@ class Ledger:
         return self._states[sample_id]
 
     def move(self, sample_ids: Iterable[int], to: SampleState) -> None:
-        """Move samples to a state other than dropped; raises LedgerError, having moved none, if one cannot."""
+        """Move samples to a state but dropped; raises LedgerError, having moved none, if any cannot."""
         if to is _S.DROPPED:
             raise LedgerError("a dropped sample needs a reason")
         self._move(tuple(sample_ids), to)

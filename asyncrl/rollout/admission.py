@@ -91,6 +91,11 @@ class Sequencer:
         return self._num_released
 
     @property
+    def num_started(self) -> int:
+        """Groups started and not dropped."""
+        return self._num_released + len(self._deadlines)
+
+    @property
     def num_unreleased(self) -> int:
         return len(self._deadlines)
 
@@ -100,7 +105,7 @@ class Sequencer:
         return len(self._finished)
 
     def may_start(self, version: PolicyVersion) -> bool:
-        return self._num_released + len(self._deadlines) < self._bound.capacity(version)
+        return self.num_started < self._bound.capacity(version)
 
     def start(self, group_id: int, start_version: PolicyVersion) -> None:
         """Raises AdmissionError when the group could not meet its deadline."""
@@ -111,8 +116,9 @@ class Sequencer:
         self._due[deadline] += 1
         if not fits(self._due, self._num_released, self._bound.groups_per_batch):
             raise AdmissionError(
-                f"group {group_id} started at policy version {start_version} is one too many: {self._num_released}"
-                f" released, {len(self._deadlines)} unreleased, {self._bound.groups_per_batch} per batch"
+                f"group {group_id} started at policy version {start_version} is one too many:"
+                f" {self._num_released} released, {len(self._deadlines)} unreleased,"
+                f" {self._bound.groups_per_batch} per batch"
             )
 
     def finish(self, group_id: int) -> None:
@@ -125,16 +131,22 @@ class Sequencer:
             self._finished.remove(group_id)
         self._forget(group_id)
 
-    def release(self) -> tuple[int, int] | None:
-        """(group id, position) of the next group, or None when an unfinished group must go first."""
+    def next_group(self) -> int | None:
+        """The finished group that goes next, or None when an unfinished one must go first."""
         for group_id in sorted(self._finished, key=self._deadlines.__getitem__):
             if self._may_release(self._deadlines[group_id]):
-                self._finished.remove(group_id)
-                self._forget(group_id)
-                position = self._num_released
-                self._num_released += 1
-                return group_id, position
+                return group_id
         return None
+
+    def release(self, group_id: int) -> int:
+        """Give the group that `next_group` named its position."""
+        if group_id != self.next_group():
+            raise AdmissionError(f"group {group_id} is released out of order; next is {self.next_group()}")
+        self._finished.remove(group_id)
+        self._forget(group_id)
+        position = self._num_released
+        self._num_released += 1
+        return position
 
     def blocking(self) -> tuple[int, ...]:
         """The unfinished groups of the earliest deadline, for which finished ones may be waiting."""
@@ -162,7 +174,9 @@ class RingBalance:
 
     def __init__(self, groups_per_batch: int, num_rings: int) -> None:
         if groups_per_batch % num_rings:
-            raise AdmissionError(f"{groups_per_batch} groups per batch cannot be shared equally by {num_rings} rings")
+            raise AdmissionError(
+                f"{groups_per_batch} groups per batch are no equal share of {num_rings} rings"
+            )
         self._groups_per_batch = groups_per_batch
         self._quota = groups_per_batch // num_rings
         self._groups = [0] * num_rings

@@ -163,7 +163,8 @@ def _check_meta(path: Path, meta: dict[str, str], settings: JournalSettings) -> 
     for key, value in asdict(settings).items():
         if meta[key] != str(value):
             raise JournalError(
-                f"{path}: written with {key} = {meta[key]}, now {value}; resume with {meta[key]} or begin a new run"
+                f"{path}: written with {key} = {meta[key]}, now {value};"
+                f" resume with {meta[key]} or begin a new run"
             )
 
 
@@ -220,7 +221,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        advice = "another rollouter has it; stop that one" if "locked" in str(error) else "check disk and rights"
+        locked = "locked" in str(error)
+        advice = "another rollouter has it; stop that one" if locked else "check the disk and the rights"
         raise JournalError(f"{path}: {error}; {advice}") from error
     except sqlite3.DatabaseError as error:
         raise JournalError(f"{path}: {error}; the file is damaged, begin a new run or restore it") from error

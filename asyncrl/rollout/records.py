@@ -113,13 +113,15 @@ def fold(records: Iterable[Record]) -> JournalState:
                 state.oldest_kept = max(state.oldest_kept, record.oldest_kept)
             case GroupStarted():
                 if record.group_id != len(state.groups):
-                    raise JournalError(f"the journal issues group {record.group_id} after {len(state.groups)} groups")
+                    raise JournalError(
+                        f"the journal issues group {record.group_id} after {len(state.groups)}"
+                    )
                 state.groups[record.group_id] = JournaledGroup(
                     record.group_id, record.prompt_idx, record.start_version
                 )
             case GroupReleased():
                 if record.position != num_released:
-                    raise JournalError(f"the journal releases position {record.position} after {num_released}")
+                    raise JournalError(f"the journal has position {record.position} after {num_released}")
                 _live_group(state, record).position = record.position
                 num_released += 1
             case GroupDropped():
@@ -129,7 +131,7 @@ def fold(records: Iterable[Record]) -> JournalState:
             case SampleRewarded():
                 rewards = _live_group(state, record).rewards
                 if record.sample_idx in rewards:
-                    raise JournalError(f"the journal rewards sample {record.sample_idx} of {record.group_id} twice")
+                    raise JournalError(f"the journal rewards a sample of group {record.group_id} twice")
                 rewards[record.sample_idx] = record
     return state
 
@@ -140,5 +142,6 @@ def _live_group(
     group = state.groups.get(record.group_id)
     if group is None or group.position is not None or group.drop_reason is not None:
         what = "was never issued" if group is None else "has ended"
-        raise JournalError(f"the journal has a {type(record).__name__} of group {record.group_id}, which {what}")
+        kind = type(record).__name__
+        raise JournalError(f"the journal has a {kind} of group {record.group_id}, which {what}")
     return group
