@@ -1,0 +1,51 @@
+"""Agreement among the trainer ranks, over the default process group: bytes in, bytes out, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights.geometry import ModelError
+from asyncrl.weights.receiver import WeightUpdateError
+
+Result = TypeVar("Result")
+
+
+def gather_messages(message: bytes) -> list[bytes]:
+    """Every trainer rank's message, on every trainer rank."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    world_size = dist.get_world_size()
+    lengths = torch.zeros(world_size, dtype=torch.int64, device=device)
+    lengths[dist.get_rank()] = len(message)
+    dist.all_reduce(lengths)
+    longest = int(lengths.max())
+    if longest == 0:
+        return [b""] * world_size
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    if message:
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    gathered = torch.zeros(world_size * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded)
+    rows = gathered.view(world_size, longest).cpu().numpy()
+    return [bytes(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def on_all_ranks(action: Callable[[], Result]) -> Result:
+    """Run an action on every trainer rank and return its own result there.
+
+    Raises:
+        WeightUpdateError: on every rank, where the action failed on any; names the first rank and its reason.
+    """
+    failure: WeightUpdateError | ModelError | None = None
+    try:
+        result = action()
+    except (WeightUpdateError, ModelError) as error:
+        failure = error
+    reasons = gather_messages(str(failure or "").encode())
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise WeightUpdateError(f"trainer rank {rank}: {reason.decode()}") from failure
+    return result

@@ -1,0 +1,185 @@
+"""The trainer's side of a publication, the same on every trainer rank.
+
+    construct: the layouts of all trainer ranks are exchanged once
+    connect:   `handshake` with one engine ends in a plan; this rank's part of it becomes a `BucketSender`
+    publish:   every rank sends its buckets to each engine, one thread per engine; the outcome is exchanged
+
+All ranks call each method together and with the same arguments. An engine fails alone: its failure is part of
+the result on every rank, its group is left, and the other engines go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights.collective import gather_messages
+from asyncrl.weights.geometry import ModelError, ModelGeometry
+from asyncrl.weights.handshake import Handshake
+from asyncrl.weights.layout import Block, ShardLayout
+from asyncrl.weights.plan import RankLayout, TransferPlan
+from asyncrl.weights.receiver import WeightUpdateError
+from asyncrl.weights.transport import BucketSender, EngineEndpoint
+
+__all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """Why one engine did not get the version."""
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishStats:
+    """What one publication moved; ``failures`` is the same on every rank."""
+
+    seconds: float
+    bytes_sent: int  # by this rank
+    bytes_received_total: int  # by all ranks of all engines that did not fail
+    num_buckets: int  # sent by this rank
+    failures: tuple[EngineFailure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    group: dist.ProcessGroup
+    plan: TransferPlan
+    sender: BucketSender
+
+
+class Publisher:
+    """Sends this trainer rank's shards to engines.
+
+    Args:
+        layouts, tensors: the rank's parameters over all its model chunks; contiguous float32 or bfloat16.
+        bucket_bytes: largest message; two of them are staged per engine.
+        timeout_s: deadline of joining a group, and of one publication to one engine.
+
+    Raises:
+        ModelError: a tensor does not fit its layout.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        layouts: Sequence[ShardLayout],
+        tensors: Mapping[str, torch.Tensor],
+        geometry: ModelGeometry,
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        if dist.get_world_size() != world_size or dist.get_rank() != rank:
+            raise ModelError(
+                f"rank {rank} of {world_size} is rank {dist.get_rank()} of {dist.get_world_size()} in the job"
+            )
+        self._tensors = [_usable(tensors[layout.name], layout) for layout in layouts]
+        own = RankLayout(tuple(layouts), tuple(_dtype_name(tensor) for tensor in self._tensors))
+        senders = tuple(_decode(message) for message in gather_messages(_encode(own)))
+        self._handshake = Handshake(rank, senders, geometry, bucket_bytes, timeout_s)
+        self._connections: dict[str, _Connection] = {}
+
+    def connect(self, endpoint: EngineEndpoint) -> None:
+        """Meet an engine whose ranks are joining the same group, and agree on a plan.
+
+        Raises:
+            WeightUpdateError: on every rank: a member did not come, or the engine serves another model.
+        """
+        if endpoint.name in self._connections:
+            raise WeightUpdateError(f"engine {endpoint.name} is connected already; disconnect it first")
+        loads = [0] * len(self._handshake.senders)
+        for connection in self._connections.values():
+            loads = [sum(pair) for pair in zip(loads, connection.plan.sent_bytes(), strict=True)]
+        group, plan = self._handshake.meet(endpoint, loads)
+        sender = BucketSender(plan, self._handshake.rank, group, self._tensors)
+        self._connections[endpoint.name] = _Connection(group, plan, sender)
+
+    def publish(self, endpoints: Sequence[EngineEndpoint], version: int) -> PublishStats:
+        """Send one version to connected engines; the parameters must not change meanwhile.
+
+        Engines that fail are in the result and no longer connected.
+        """
+        started = time.monotonic()
+        connections = {endpoint.name: self._connections[endpoint.name] for endpoint in endpoints}
+        with ThreadPoolExecutor(max_workers=max(1, len(connections))) as pool:
+            outcomes = list(pool.map(lambda item: self._send(item, version), connections.values()))
+        failures = _agree(list(connections), [reason for _, reason in outcomes])
+        for failure in failures:
+            self.disconnect(failure.engine)
+        received = [
+            item.plan.total_bytes() for name, item in connections.items() if name in self._connections
+        ]
+        return PublishStats(
+            seconds=time.monotonic() - started,
+            bytes_sent=sum(num_bytes for num_bytes, _ in outcomes),
+            bytes_received_total=sum(received),
+            num_buckets=sum(item.sender.num_buckets for item in connections.values()),
+            failures=tuple(failures),
+        )
+
+    def plan_hash(self, engine: str) -> str:
+        """Of a connected engine; the engine is told it with every version."""
+        return self._connections[engine].plan.plan_hash
+
+    def is_connected(self, engine: str) -> bool:
+        return engine in self._connections
+
+    def disconnect(self, engine: str) -> None:
+        """Leave an engine's group; does nothing for an engine that failed and was left before."""
+        connection = self._connections.pop(engine, None)
+        if connection is not None:
+            dist.destroy_process_group(connection.group)
+
+    def _send(self, connection: _Connection, version: int) -> tuple[int, str]:
+        """Bytes sent, and why it failed, or an empty string."""
+        try:
+            return connection.sender.send(version, self._handshake.timeout_s), ""
+        except WeightUpdateError as error:
+            return 0, str(error)
+
+
+def _agree(engines: Sequence[str], own_reasons: Sequence[str]) -> list[EngineFailure]:
+    """For every engine that failed on any trainer rank, the first such rank's reason."""
+    everybody = [json.loads(message) for message in gather_messages(json.dumps(own_reasons).encode())]
+    failures = []
+    for engine, reasons in zip(engines, zip(*everybody, strict=True), strict=True):
+        told = [f"trainer rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+        if told:
+            failures.append(EngineFailure(engine, told[0]))
+    return failures
+
+
+def _usable(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    if tuple(tensor.shape) != layout.shape or not tensor.is_contiguous():
+        raise ModelError(
+            f"{layout.name}: a contiguous tensor of shape {layout.shape} is needed, not {tuple(tensor.shape)}"
+            f" with strides {tensor.stride()}"
+        )
+    return tensor.detach()
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _encode(layout: RankLayout) -> bytes:
+    return json.dumps(dataclasses.asdict(layout)).encode()
+
+
+def _decode(message: bytes) -> RankLayout:
+    fields = json.loads(message)
+    shards = tuple(
+        ShardLayout(item["name"], tuple(item["shape"]), tuple(Block(**block) for block in item["blocks"]))
+        for item in fields["shards"]
+    )
+    return RankLayout(shards, tuple(fields["dtypes"]))
