@@ -14,6 +14,7 @@ that every user of the machine could read.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -52,11 +53,28 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    from asyncrl.engines import plugin
+
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if not token:
         sys.exit(f"{TOKEN_VARIABLE} is not set: an engine serves only clients that present its token")
+    logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_Redact(token))
     load_plugins()
+    plugin.require_hooks()
     run_server(prepare_server_args([*arguments, "--api-key", token]))
+
+
+class _Redact(logging.Filter):
+    """Keeps the token out of the engine's log, to which SGLang writes all its arguments."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._token = token
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = record.getMessage().replace(self._token, "(token)")
+        record.args = None
+        return True
 
 
 prepare_process()
