@@ -86,15 +86,16 @@ class TrainConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage, objective, behaviour correction, aggregation."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # from the rewards of a sample's group
     objective: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: PositiveFloat = 0.2
+    clip_low: PositiveFloat = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.2
     clip_dual: Annotated[float, Field(gt=1)] | None = None  # bound on -loss / advantage where it is < 0
-    # decoupled: ratio to recomputed proximal logprobs, times min(prox/behav, cap);
-    # none: ratio to the behaviour logprobs, sound on-policy only
+    # decoupled: ratio to the proximal logprobs (the trainer's, before the update), times
+    # min(prox/behav, cap); none: ratio to the behaviour logprobs, sound on-policy only
     correction: Literal["truncated_is", "none"] = "truncated_is"
-    is_cap: PositiveFloat = 2.0
+    is_cap: PositiveFloat = 2.0  # largest importance weight of a token
+    # what counts the same: tokens; samples; or tokens over a fixed length (rollout.max_new_tokens)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
 
 
