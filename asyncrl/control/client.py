@@ -57,11 +57,12 @@ def _body(message: object) -> bytes:
 
 
 def _result(status: int, payload: bytes, path: str) -> Any:
-    answer = json.loads(payload) if payload else None
-    if status != 200:
-        reason = answer["error"] if isinstance(answer, dict) and "error" in answer else f"HTTP {status}"
-        raise ControlError(f"coordinator, {path}: {reason}")
-    return answer
+    if status == 200:
+        return json.loads(payload)
+    reason = f"HTTP {status} {payload.decode(errors='replace')[:200]}"
+    if payload.startswith(b"{"):
+        reason = json.loads(payload)["error"]
+    raise ControlError(f"coordinator, {path}: {reason}")
 
 
 class ControlClient:

@@ -27,7 +27,7 @@ class BatchStats:
     """What a step's global batch looked like."""
 
     reward_mean: float
-    staleness_mean: float  # over model tokens: trainer's version - version that sampled the token
+    staleness_mean: float  # trainer's version - version of the oldest token, over samples
     staleness_max: int  # trainer's version - oldest version in the batch
     partial_ratio: float  # share of samples whose tokens come from more than one version
     partial_max_span: int  # most versions within one sample, minus one
@@ -39,24 +39,22 @@ class BatchStats:
 def batch_stats(samples: Sequence[Sample], version: PolicyVersion, is_leader: bool) -> BatchStats:
     """Statistics over all replicas' samples; every rank calls this with its replica's."""
     spans = [sample.max_version - sample.min_version for sample in samples]
-    staleness = [version - sample.sampled_versions for sample in samples]
+    staleness = [version - sample.min_version for sample in samples]
     sums = sum_over_leaders(
         [
             len(samples),
             sum(sample.reward for sample in samples),
-            sum(len(rows) for rows in staleness),
-            float(sum(rows.sum() for rows in staleness)),
+            sum(int(sample.loss_mask.sum()) for sample in samples),
+            sum(staleness),
             sum(span > 0 for span in spans),
         ],
         is_leader,
     )
-    num_samples, reward, num_tokens, token_staleness, num_partial = sums
-    oldest, longest_span = max_over_ranks(
-        [max((version - sample.min_version for sample in samples), default=0), max(spans, default=0)]
-    )
+    num_samples, reward, num_tokens, total_staleness, num_partial = sums
+    oldest, longest_span = max_over_ranks([max(staleness, default=0), max(spans, default=0)])
     return BatchStats(
         reward_mean=reward / num_samples,
-        staleness_mean=token_staleness / num_tokens,
+        staleness_mean=total_staleness / num_samples,
         staleness_max=int(oldest),
         partial_ratio=num_partial / num_samples,
         partial_max_span=int(longest_span),

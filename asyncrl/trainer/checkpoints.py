@@ -1,8 +1,8 @@
 """Which checkpoint to resume from, and saving the next one with a Hugging Face folder beside it.
 
-    runs/NAME/checkpoints/iter_0000010/      Megatron's distributed checkpoint (any layout can load it)
-                          iter_0000010/hf/   the same weights for everybody else
-                          latest_checkpointed_iteration.txt
+runs/NAME/checkpoints/iter_0000010/      Megatron's distributed checkpoint (any layout can load it)
+                      iter_0000010/hf/   the same weights for everybody else
+                      latest_checkpointed_iteration.txt
 """
 
 from __future__ import annotations

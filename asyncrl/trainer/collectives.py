@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 def device() -> torch.device:
     """Where tensors of the default process group must live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def sum_over_leaders(values: Sequence[float], is_leader: bool) -> list[float]:

@@ -96,7 +96,8 @@ class TrainingLoop:
         """Train from ``first_step`` to the configured number of steps, or until asked to stop."""
         config, control = self._config, self._control
         if control:
-            control.post("trainer/start", TrainerStart(step=first_step, policy_version=first_step, rings=rings))
+            start = TrainerStart(step=first_step, policy_version=first_step, rings=rings)
+            control.post("trainer/start", start)
         self._publisher.connect_engines()
         self._publish(first_step)
         if control:
@@ -128,10 +129,7 @@ class TrainingLoop:
     def _next_batch(self) -> list[Sample] | None:
         """This replica's share of the next batch, or None when the run is to stop here."""
         count = self._config.train.samples_per_step // self._config.parallel.dp
-        if self._control:
-            decision = {"go": self._await_batch(self._control, count)}
-        else:
-            decision = {}
+        decision = {"go": self._await_batch(self._control, count)} if self._control else {}
         if not broadcast_json(decision)["go"]:
             return None
         with self._group.get_batch(count, timeout=self._config.train.batch_timeout_s) as batch:

@@ -1,7 +1,7 @@
 """One rank from its configuration to the end of training.
 
-    process groups -> model from the Hugging Face directory -> checkpoint, if any -> ring of this replica
-                   -> publisher -> TrainingLoop.run
+process groups -> model from the Hugging Face directory -> checkpoint, if any -> ring of this replica
+               -> publisher -> TrainingLoop.run
 """
 
 from __future__ import annotations
