@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import sys
 from pathlib import Path
 
 import ray
+import torch
 
 from asyncrl.config import Config
 from asyncrl.control.client import AsyncControlClient, ControlAddress, ControlError
@@ -23,7 +25,7 @@ from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.messages import EngineInfo, ProcessInfo
 from asyncrl.control.server import build_app, serve
 from asyncrl.engines.base import Engine, EngineError
-from asyncrl.engines.process import EngineProcess
+from asyncrl.engines.process import engine_command, free_port, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.launch.child import Child
 from asyncrl.launch.warden import descendants
@@ -32,7 +34,6 @@ from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.probe import probe_prompts
 
 COORDINATOR_NAME = "coordinator"
-ENGINE_POLL_S = 0.2
 
 
 def log_to(path: Path) -> None:
@@ -103,21 +104,37 @@ class EngineActor:
             await self._control.post("failure", str(error))
 
     async def _start(self, name: str) -> None:
-        process = EngineProcess.plan(self._config, self._engine_idx)
-        self._child = Child(
-            name, process.command, log=self._log, environment=process.environment, grace_s=1.0
+        config = self._config
+        port = config.engine.port + self._engine_idx if config.engine.port else free_port()
+        token = secrets.token_hex(16)
+        info = EngineInfo(name=name, url=f"http://127.0.0.1:{port}", api_key=token, tp=config.engine.tp)
+        command = engine_command(
+            config.engine,
+            model_path=config.model.path.absolute(),
+            dtype=config.engine_dtype,
+            port=port,
+            token=token,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            join_timeout_s=config.weights.timeout_s,
         )
-        await process.wait_until_ready(self._child.exit_code, self._log)
+        self._child = Child(
+            name, command.arguments, log=self._log, environment=command.environment, grace_s=1.0
+        )
+        engine = make_engine(info)
+        await wait_until_ready(
+            engine,
+            exit_status=self._child.exit_code,
+            log=self._log,
+            timeout_s=config.engine.start_timeout_s,
+        )
+        await engine.close()
         for pid in descendants(self._child.pid):
             label = _process_label(pid)
             if label is not None:
                 await self._control.post(
                     "processes", ProcessInfo(name=f"{name} {label}", pid=pid, log=str(self._log))
                 )
-        await self._control.post(
-            "engines",
-            EngineInfo(name=name, url=process.url, api_key=process.token, tp=self._config.engine.tp),
-        )
+        await self._control.post("engines", info)
 
 
 def _process_label(pid: int) -> str | None:

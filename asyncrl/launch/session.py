@@ -13,6 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
+from rich.console import Console
+
 from asyncrl.config import Config
 from asyncrl.control.messages import RunState
 from asyncrl.launch.dry_run import resolved_toml
@@ -20,8 +22,7 @@ from asyncrl.launch.local import LocalRun, RunFailed, RunStopped
 from asyncrl.launch.preflight import preflight
 from asyncrl.observe.events import EventLog
 from asyncrl.observe.memory import PeakMemory
-from asyncrl.observe.metrics import MetricsTail
-from asyncrl.observe.progress import Progress, open_progress
+from asyncrl.observe.progress import Progress
 from asyncrl.observe.report import write_report
 from asyncrl.observe.rundir import RunDir, RunDirError, create_run, open_run, start_attempt
 from asyncrl.observe.summary import Summary, write_summary
@@ -37,7 +38,6 @@ class Session:
         self._run = run
         self._progress = progress
         self._events = EventLog(run.path)
-        self._metrics = MetricsTail(run)
         self._memory = PeakMemory()
         self._started = time.monotonic()
         self._sampled_at = 0.0
@@ -45,7 +45,7 @@ class Session:
 
     def on_phase(self, name: str) -> None:
         self._events.phase(name)
-        self._progress.phase(name)
+        self._progress.update()
 
     def on_state(self, state: RunState) -> None:
         """Show what is new since the last call."""
@@ -60,17 +60,13 @@ class Session:
             self._events.write("checkpoint", step=state.checkpoint_step)
         for result in state.held_out[len(before.held_out) :]:
             self._events.write("heldout", **result.model_dump())
-            self._progress.heldout(result.label, result.accuracy, result.num_tasks)
-        for metrics in self._metrics.poll():
-            self._progress.step(metrics)
+        self._progress.update()
         if time.monotonic() - self._sampled_at > MEMORY_SAMPLE_S:
             self._memory.sample([os.getpid()])
             self._sampled_at = time.monotonic()
 
     def finish(self, state: RunState) -> Summary:
         """Write summary.json and report.html."""
-        for metrics in self._metrics.poll():
-            self._progress.step(metrics)
         accuracy = {result.label: result.accuracy for result in state.held_out}
         rollout = state.rollout
         summary = Summary(
@@ -105,7 +101,7 @@ def run_command(config: Config, config_path: Path) -> int:
     log_dir = start_attempt(run)
     ring_dir = config.ring.directory / f"asyncrl-{config.name}-{uuid.uuid4().hex[:8]}"
     events = EventLog(run.path)
-    with open_progress(config) as progress:
+    with Progress(run, config.observe.display, Console()) as progress:
         session = Session(config, run, progress)
         local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state)
         try:

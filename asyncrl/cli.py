@@ -1,0 +1,139 @@
+"""The `asyncrl` command: reads arguments, calls the part that does it, prints one clear line on wrong input.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import Config, ConfigError, load_config
+from asyncrl.data.rows import DataError
+from asyncrl.observe.rundir import RunDirError
+from asyncrl.rewards.base import RewardError
+from asyncrl.weights.geometry import ModelError
+
+WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunDirError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except WRONG_INPUT as error:
+        for line in str(error).splitlines():
+            print(f"asyncrl: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl", description="Fully asynchronous reinforcement learning for large language models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train, on this machine")
+    run.add_argument("config", type=Path, help="a TOML file; see examples/")
+    run.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a setting")
+    run.add_argument(
+        "--dry-run", action="store_true", help="show layout, batch, memory and settings; start nothing"
+    )
+    run.set_defaults(command=_run)
+
+    show = commands.add_parser("show", help="the samples that a step trained on")
+    show.add_argument("run", type=Path, help="a run directory")
+    show.add_argument("--step", type=int, required=True)
+    show.set_defaults(command=_show)
+
+    top = commands.add_parser("top", help="the live view of a running job, from another terminal")
+    top.add_argument("run", type=Path, help="a run directory")
+    top.add_argument("--once", action="store_true", help="print one picture and exit")
+    top.set_defaults(command=_top)
+
+    report = commands.add_parser("report", help="write report.html of a run again")
+    report.add_argument("run", type=Path, help="a run directory")
+    report.set_defaults(command=_report)
+
+    reward = commands.add_parser("reward", help="try a reward function on prompts, before any training")
+    reward.add_argument("function", help="FILE.py:FUNCTION or the name of a built-in reward")
+    reward.add_argument("--prompts", type=Path, required=True, help="a JSONL or parquet file")
+    reward.add_argument("--completion", help="text to score; default: the row's own answer")
+    reward.set_defaults(command=_reward)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, what it lacks, and how to fix it")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command=_doctor)
+
+    ring = commands.add_parser("ring", help="look inside a live ring of samples")
+    ring.add_argument("path", type=Path, help="a ring directory, for example /dev/shm/asyncrl-NAME/replica-0")
+    ring.set_defaults(command=_ring)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    config: Config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        from asyncrl.launch.dry_run import dry_run
+
+        print(dry_run(config), end="")
+        return 0
+    from asyncrl.launch.session import run_command
+
+    return run_command(config, options.config)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from asyncrl.observe.show import show
+
+    show(options.run, options.step, Console())
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from asyncrl.observe.top import top
+
+    top(options.run, Console(), once=options.once)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from asyncrl.observe.report import write_report
+    from asyncrl.observe.rundir import open_run
+
+    print(write_report(open_run(options.run)))
+    return 0
+
+
+def _reward(options: argparse.Namespace) -> int:
+    from asyncrl.rewards.load import try_reward
+
+    return asyncio.run(try_reward(options.function, options.prompts, options.completion))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from asyncrl.observe.doctor import doctor
+
+    return doctor(as_json=options.json)
+
+
+def _ring(options: argparse.Namespace) -> int:
+    from asyncrl.ring.inspect import describe_ring
+
+    print(describe_ring(options.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
