@@ -1,6 +1,6 @@
 """events.jsonl: what happened to a run and when, one JSON object per line.
 
-    {"time": unix seconds, "kind": "phase", "elapsed_s": seconds since the run started, ...fields}
+    {"time": unix seconds, "kind": "phase", ...fields}
 
 Kinds that the displays and the report know: phase (name), publication (version, seconds), heldout (label,
 accuracy, num_tasks, policy_version), checkpoint (step), death (process, reason), and the ends finished,
@@ -23,17 +23,16 @@ ENDS = ("finished", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line; ``time`` in unix seconds, ``elapsed_s`` since the writer's log was opened."""
+    """One line; ``time`` in unix seconds."""
 
     time: float
     kind: str
-    elapsed_s: float
     fields: Mapping[str, Any]
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Event:
-        fields = {key: value for key, value in record.items() if key not in ("time", "kind", "elapsed_s")}
-        return cls(record["time"], record["kind"], record["elapsed_s"], fields)
+        fields = {key: value for key, value in record.items() if key not in ("time", "kind")}
+        return cls(record["time"], record["kind"], fields)
 
 
 class EventLog:
@@ -41,12 +40,11 @@ class EventLog:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = RunDir(run_dir).events
-        self._opened = time.monotonic()
 
     def write(self, kind: str, **fields: Any) -> Event:
         """Append one event now, durable against the death of this process."""
-        event = Event(time.time(), kind, round(time.monotonic() - self._opened, 3), fields)
-        append_line(self._path, {"time": event.time, "kind": kind, "elapsed_s": event.elapsed_s, **fields})
+        event = Event(time.time(), kind, fields)
+        append_line(self._path, {"time": event.time, "kind": kind, **fields})
         return event
 
     def phase(self, name: str) -> Event:

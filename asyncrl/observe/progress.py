@@ -45,10 +45,10 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
     )
 
 
-def event_line(event: Event) -> str:
-    """One event in one line of plain text, starting with the time since the start of the run."""
+def event_line(event: Event, started: float) -> str:
+    """One event in one line of plain text, led by the seconds since ``started`` (unix time)."""
     fields = event.fields
-    at = f"[{event.elapsed_s:7.1f} s]"
+    at = f"[{event.time - started:7.1f} s]"
     if event.kind == "phase":
         return f"{at} {fields['name']}"
     if event.kind == "heldout":
@@ -165,9 +165,11 @@ def _notes(view: RunView) -> list[RenderableType]:
         shown = [f"{event.fields['label']} {event.fields['accuracy']:.1%}" for event in view.heldout[-4:]]
         notes.append(Text("held-out accuracy  " + "  →  ".join(shown)))
     deaths = [event for event in view.events if event.kind == "death"]
-    notes += [Text(event_line(event), style="red") for event in deaths[-2:]]
+    shown_events = [(event, "red") for event in deaths[-2:]]
     if view.end is not None:
-        notes.append(Text(event_line(view.end), style=END_STYLES[view.end.kind]))
+        shown_events.append((view.end, END_STYLES[view.end.kind]))
+    started = view.started or 0.0
+    notes += [Text(event_line(event, started), style=style) for event, style in shown_events]
     return notes
 
 
@@ -205,11 +207,12 @@ class Progress:
         if self._live is not None:
             self._live.update(render(self.view, time.time()), refresh=True)
             return
-        for line in plain_lines(events, steps, self.view.total_steps):
+        for line in plain_lines(self.view, events, steps):
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def plain_lines(events: list[Event], steps: list[StepMetrics], total_steps: int) -> list[str]:
-    """What one update prints without a terminal: events first, then steps."""
-    shown = [event_line(event) for event in events if event.kind not in SILENT_KINDS]
-    return shown + [step_line(step, total_steps) for step in steps]
+def plain_lines(view: RunView, events: list[Event], steps: list[StepMetrics]) -> list[str]:
+    """What one update prints without a terminal: events and steps that ``view`` has just taken in."""
+    started = view.started or 0.0
+    shown = [event_line(event, started) for event in events if event.kind not in SILENT_KINDS]
+    return shown + [step_line(step, view.total_steps) for step in steps]

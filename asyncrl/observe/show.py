@@ -81,7 +81,9 @@ def show(run_path: Path, step: int, console: Console, *, max_groups: int = 4) ->
         console.print(render_group(group))
     if len(groups) > max_groups:
         console.print(
-            f"{len(groups) - max_groups} more groups of step {step} (--groups to see more)", style="dim"
+            f"{len(groups) - max_groups} more groups of step {step} (--groups to see more)",
+            style="dim",
+            highlight=False,
         )
 
 
@@ -99,7 +101,10 @@ def render_group(samples: Sequence[SampleRecord]) -> RenderableType:
         text.append(f"\n{describe(sample)}", style="dim")
         table.add_row(f"#{sample.sample_idx}", Text(f"{sample.reward:g}", style=style), text)
     return Group(
-        Rule(title, align="left"), Padding(Text(samples[0].prompt, style="cyan"), (0, 0, 1, 4)), table, Text()
+        Rule(Text(title), align="left"),
+        Padding(Text(samples[0].prompt.rstrip(), style="cyan"), (0, 0, 1, 4)),
+        table,
+        Text(),
     )
 
 

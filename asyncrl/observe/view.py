@@ -50,11 +50,19 @@ class RunView:
         return last if last is not None and last.kind in ENDS else None
 
     @property
-    def phases(self) -> list[Event]:
-        """The phases of the current attempt: those after the last end."""
+    def attempt(self) -> list[Event]:
+        """The events of the current attempt: those after the last end that others followed."""
         ends = [idx for idx, event in enumerate(self.events[:-1]) if event.kind in ENDS]
-        since = self.events[ends[-1] + 1 :] if ends else self.events
-        return [event for event in since if event.kind == "phase"]
+        return self.events[ends[-1] + 1 :] if ends else self.events
+
+    @property
+    def started(self) -> float | None:
+        """Unix time of the attempt's first event."""
+        return self.attempt[0].time if self.events else None
+
+    @property
+    def phases(self) -> list[Event]:
+        return [event for event in self.attempt if event.kind == "phase"]
 
     @property
     def heldout(self) -> list[Event]:
