@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config import Config, ConfigError, load_config
+from asyncrl.config import Config, ConfigError, RewardConfig, load_config
 from asyncrl.data.rows import DataError
 from asyncrl.observe.rundir import RunDirError
 from asyncrl.rewards.base import RewardError
+from asyncrl.types import Prompt
 from asyncrl.weights.geometry import ModelError
 
 WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunDirError)
@@ -65,7 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     reward = commands.add_parser("reward", help="try a reward function on prompts, before any training")
     reward.add_argument("function", help="FILE.py:FUNCTION or the name of a built-in reward")
     reward.add_argument("--prompts", type=Path, required=True, help="a JSONL or parquet file")
-    reward.add_argument("--completion", help="text to score; default: the row's own answer")
+    reward.add_argument("--completion", help="text to score; default: each row's own answer, and no text")
+    reward.add_argument("--limit", type=int, default=8, help="rows to try")
     reward.set_defaults(command=_reward)
 
     doctor = commands.add_parser("doctor", help="what this machine has, what it lacks, and how to fix it")
@@ -117,9 +119,20 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _reward(options: argparse.Namespace) -> int:
+    from asyncrl.data.rows import read_rows
     from asyncrl.rewards.load import try_reward
 
-    return asyncio.run(try_reward(options.function, options.prompts, options.completion))
+    rows = read_rows(options.prompts)[: options.limit]
+    prompts = [Prompt(idx, row.messages, (), row.row) for idx, row in enumerate(rows)]
+    completions = None if options.completion is None else [options.completion] * len(prompts)
+    trials = asyncio.run(try_reward(RewardConfig(function=options.function), prompts, completions))
+    for trial in trials:
+        outcome = f"error: {trial.result.error}" if trial.result.error else f"{trial.result.score:g}"
+        parts = "".join(f"  {name} {value:g}" for name, value in trial.result.parts.items())
+        print(
+            f"{trial.prompt.messages[-1]['content'][:60]!r}  {trial.completion[:60]!r}  ->  {outcome}{parts}"
+        )
+    return 1 if any(trial.result.error for trial in trials) else 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
