@@ -1,0 +1,308 @@
+"""A whole job around the real rollouter: trainer, rings, engines, publications, checkpoints, and faults.
+
+Everything but the rollouter is a model a few lines long. What happens is written to a `History`, which is
+checked by rules that share no code with the rollouter (`tests.sim.rules`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.control.ledger import LedgerCounts
+from asyncrl.engines.scripted import ScriptedEngine
+from asyncrl.rewards.base import RewardResult
+from asyncrl.rollout.admission import Placement
+from asyncrl.rollout.records import GroupDropped, GroupStarted, JournalState, Record, fold
+from asyncrl.rollout.rollouter import Rollouter
+from asyncrl.rollout.settings import RolloutSettings
+from asyncrl.types import Prompt, Sample, SampleGroup
+from tests.sim.loop import SimLoop
+
+STOP_TOKENS = tuple(range(60))
+VOCAB = 600
+VIRTUAL_LIMIT_S = 2000.0
+
+
+class MemoryJournal:
+    """Durable from the moment `write` returns; outlives its rollouter."""
+
+    producer_uid = "producer"
+
+    def __init__(self, history: History) -> None:
+        self.records: list[Record] = []
+        self._history = history
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records.extend(records)
+        for record in records:
+            self._history.journaled(record)
+
+    def load(self) -> JournalState:
+        return fold(self.records)
+
+
+@dataclass
+class History:
+    """What an outside observer saw."""
+
+    settings: RolloutSettings
+    version: int = 0
+    starts: list[tuple[int, int, int]] = field(default_factory=list)
+    """(group id, version and number of dropped groups when it became durable)."""
+    dropped: list[int] = field(default_factory=list)
+    puts: dict[tuple[int, int], list[tuple[int, Sample]]] = field(default_factory=dict)
+    """(position, sample index) -> every (ring, sample) that was ever put there, over all lives."""
+    trained: list[tuple[int, int]] = field(default_factory=list)  # (batch, version), over all lives
+    counts: LedgerCounts = field(default_factory=LedgerCounts)  # at the end
+    faults: list[str] = field(default_factory=list)
+
+    def journaled(self, record: Record) -> None:
+        if isinstance(record, GroupStarted):
+            self.starts.append((record.group_id, self.version, len(self.dropped)))
+        if isinstance(record, GroupDropped):
+            self.dropped.append(record.group_id)
+
+
+class Rings:
+    """One list per data-parallel replica; a key is accepted once, as the real ring does."""
+
+    def __init__(self, loop: SimLoop, history: History) -> None:
+        self._loop, self._history = loop, history
+        self._last_key = [-1] * history.settings.num_rings
+        self.num_samples = [0] * history.settings.num_rings
+
+    async def put_group(self, group: SampleGroup, placement: Placement) -> None:
+        for sample in group.samples:
+            await asyncio.sleep(self._loop.rng.random() * 0.01)
+            key = placement.position * len(group.samples) + sample.sample_idx
+            where = (placement.position, sample.sample_idx)
+            self._history.puts.setdefault(where, []).append((placement.ring_idx, sample))
+            if key > self._last_key[placement.ring_idx]:
+                self._last_key[placement.ring_idx] = key
+                self.num_samples[placement.ring_idx] += 1
+
+
+class Prompts:
+    def prompt_at(self, prompt_idx: int) -> Prompt:
+        return Prompt(prompt_idx, (), (1000 + prompt_idx, 7, 1000 + prompt_idx % 3))
+
+
+class FlakyReward:
+    """Fails for some samples, differently on every attempt, and takes a while."""
+
+    def __init__(self, loop: SimLoop, error_rate: float) -> None:
+        self._loop, self._error_rate = loop, error_rate
+
+    async def score(self, prompt: Prompt, completion: str, token_ids: tuple[int, ...]) -> RewardResult:
+        await asyncio.sleep(self._loop.rng.random() * 0.05)
+        if self._loop.rng.random() < self._error_rate:
+            return RewardResult(None, error="flaky")
+        return RewardResult(float(sum(token_ids) % 5))
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def random_settings(rng: random.Random) -> RolloutSettings:
+    """Small enough that every run meets its limits."""
+    num_rings = rng.choice([1, 1, 2])
+    return RolloutSettings(
+        groups_per_batch=num_rings * rng.randint(1, 3),
+        samples_per_group=rng.randint(1, 3),
+        num_rings=num_rings,
+        max_staleness=rng.choice([0, 1, 1, 2, 3]),
+        max_new_tokens=rng.randint(1, 14),
+        temperature=0.0,
+        stop_token_ids=STOP_TOKENS,
+        request_timeout_s=200.0,
+        progress_timeout_s=300.0,
+        reward_timeout_s=10.0,
+        max_reward_error_rate=1.0,
+        num_batches=rng.randint(3, 6),
+    )
+
+
+class World:
+    """One simulated job."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self.settings = random_settings(loop.rng)
+        self.history = History(self.settings)
+        self.journal = MemoryJournal(self.history)
+        self.mode = loop.rng.choice(["abort", "retract", "drain"])
+        self.reward = FlakyReward(loop, loop.rng.choice([0.0, 0.0, 0.05]))
+        self.faults_left = loop.rng.choice([0, 3, 8])
+        self.restarts_left = 2
+        self.over = False
+        self.checkpoints = [0]  # those kept, oldest first
+        self.begin_life(0)
+
+    async def run(self) -> History:
+        """Train all batches, over as many lives as the faults demand."""
+        while not await self.live():
+            await self.crash()
+            self.begin_life(self.loop.rng.choice(self.checkpoints))
+            self.history.faults.append(f"restart from batch {self.trained}")
+        num_batches = self.trained
+        await self.while_alive(self.rollouter.on_checkpoint(num_batches, num_batches))
+        self.rollouter.stop()
+        await self.running
+        self.history.counts = self.rollouter.counts()
+        return self.history
+
+    async def live(self) -> bool:
+        """One life of the job; returns whether it ended because training did."""
+        trainer = self.loop.create_task(self.train())
+        breaker = self.loop.create_task(self.break_things())
+        await asyncio.wait({trainer, breaker}, return_when=asyncio.FIRST_COMPLETED)
+        if breaker.done() and breaker.result() == "restart":
+            trainer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await trainer
+            return False
+        await trainer
+        self.over = True
+        await breaker
+        return True
+
+    # --- processes ---
+
+    def begin_life(self, start_batch: int) -> None:
+        """All processes start anew from the checkpoint of ``start_batch``; the rings are empty."""
+        self.trained = self.history.version = self.life_start = start_batch
+        self.checkpoints = [k for k in self.checkpoints if k <= start_batch]
+        self.lock = asyncio.Lock()  # a publication and an engine that joins exclude each other
+        self.rings = Rings(self.loop, self.history)
+        self.engines = {f"e{i}": self.make_engine(f"e{i}") for i in range(self.loop.rng.randint(1, 3))}
+        self.begin_rollouter()
+
+    def make_engine(self, name: str) -> ScriptedEngine:
+        interval = self.loop.rng.choice([0.0, 0.01, 0.1])
+        engine = ScriptedEngine(name, token_interval_s=interval, vocab_size=VOCAB, versioned_tokens=False)
+        engine._version = self.history.version
+        return engine
+
+    def begin_rollouter(self) -> None:
+        self.rollouter = Rollouter(
+            engines=self.engines,
+            prompts=Prompts(),
+            reward=self.reward,
+            decode=str,
+            sink=self.rings,
+            journal=self.journal,
+            settings=self.settings,
+            start_batch=self.checkpoints[-1],
+        )
+        self.running = self.loop.create_task(self.rollouter.run())
+        self.tell_version()
+
+    def tell_version(self) -> None:
+        """Consumption may be told before the version that follows from it."""
+        self.rollouter.on_version(self.history.version, self.trained)
+        self.rollouter.counts().check()
+
+    async def while_alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """A call into the rollouter; it comes back even when the rollouter dies meanwhile."""
+        task = self.loop.create_task(work)
+        await asyncio.wait({task, self.running}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+
+    # --- the trainer ---
+
+    async def train(self) -> None:
+        rng = self.loop.rng
+        while self.trained < (self.settings.num_batches or 0):
+            await self.batch_in_rings(self.trained)
+            self.history.trained.append((self.trained, self.history.version))
+            await asyncio.sleep(rng.random() * rng.choice([0.1, 3.0]))
+            self.trained += 1
+            if rng.random() < 0.5:
+                self.tell_version()
+            await self.publish(self.trained)
+            self.tell_version()
+            if rng.random() < 0.4:
+                self.checkpoints = [*self.checkpoints[-1:], self.trained]
+                await self.while_alive(self.rollouter.on_checkpoint(self.trained, self.checkpoints[0]))
+
+    async def batch_in_rings(self, batch_idx: int) -> None:
+        share = self.settings.groups_per_batch * self.settings.samples_per_group // self.settings.num_rings
+        while min(self.rings.num_samples) < (batch_idx + 1 - self.life_start) * share:
+            await asyncio.sleep(0.05)
+            if self.running.done() and not self.running.cancelled():
+                self.running.result()
+            if self.loop.time() > VIRTUAL_LIMIT_S:
+                raise AssertionError(f"batch {batch_idx} never came; {self.rollouter.counts()}")
+
+    async def publish(self, version: int) -> None:
+        async with self.lock:
+            if self.mode == "drain":
+                self.rollouter.set_paused(True)
+                await self.while_alive(self.rollouter.drained(500.0))
+            engines = list(self.engines.values())
+            for engine in engines:
+                await engine.pause("retract" if self.mode == "retract" else "abort")
+                await asyncio.sleep(self.loop.rng.random() * 0.02)
+            for engine in engines:
+                engine._version = version
+                await engine.resume()
+                await asyncio.sleep(self.loop.rng.random() * 0.02)
+            self.history.version = version
+            self.rollouter.set_paused(False)
+
+    # --- faults ---
+
+    async def break_things(self) -> str:
+        """One fault after the other; returns "restart" when the whole job has to start anew."""
+        rng = self.loop.rng
+        while not self.over and self.faults_left:
+            self.faults_left -= 1
+            await asyncio.sleep(rng.random() * 4.0)
+            faults = [self.lose_engine, self.lose_request, self.crash_rollouter, self.stop_rollouter]
+            if self.restarts_left and rng.random() < 0.2:
+                self.restarts_left -= 1
+                return "restart"
+            fault = rng.choice(faults)
+            self.history.faults.append(fault.__name__)
+            await fault()
+        return "over"
+
+    async def lose_engine(self) -> None:
+        """An engine dies; its successor joins with the current version."""
+        if len(self.engines) < 2:
+            return
+        name = self.loop.rng.choice(sorted(self.engines))
+        async with self.lock:  # one that dies in a publication is the coordinator's matter
+            self.engines.pop(name).kill()
+        await asyncio.sleep(self.loop.rng.random() * 2.0)
+        async with self.lock:
+            self.engines[name] = self.make_engine(name)
+            self.rollouter.add_engine(name, self.engines[name])
+
+    async def lose_request(self) -> None:
+        name = self.loop.rng.choice(sorted(self.engines))
+        self.engines[name].fail_next("generate", "lost one request")
+
+    async def crash_rollouter(self) -> None:
+        await self.crash()
+        async with self.lock:
+            self.begin_rollouter()
+
+    async def stop_rollouter(self) -> None:
+        self.rollouter.stop()
+        await self.running
+        async with self.lock:
+            self.begin_rollouter()
+
+    async def crash(self) -> None:
+        self.running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.running
