@@ -35,7 +35,7 @@ from asyncrl.launch.watch import Watched, Watcher
 
 RAY_START_TIMEOUT_S = 120.0
 ACTOR_START_TIMEOUT_S = 120.0
-STOP_GRACE_S = 6.0  # for the trainer to save after a signal
+STOP_GRACE_S = 5.0  # for the trainer to save after a signal
 POLL_S = 0.5
 RAY_DAEMONS = ("gcs_server", "raylet")
 
