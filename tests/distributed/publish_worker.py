@@ -1,0 +1,311 @@
+"""One process of the publication tests: a trainer rank or an engine rank, through a list of cases.
+
+    python -m tests.distributed.publish_worker ROLE RANK DIRECTORY
+
+The parent wrote DIRECTORY/cases.json. Every case has its own default group on each side and its own weight
+groups; ranks that a case does not need skip it. Each process compares with its own reference and prints one
+JSON line per case: {"case", "error"}; an empty error means that everything was as expected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+from asyncrl.weights import receiver as receiver_module
+from asyncrl.weights.layout import ShardLayout
+from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
+from asyncrl.weights.publisher import EngineEndpoint, Publisher, PublishStats
+from asyncrl.weights.receiver import Receiver, WeightUpdateError
+from tests.shard_reference import (
+    Tensors,
+    engine_tensors,
+    first_difference,
+    geometry,
+    megatron_tensors,
+    random_model,
+)
+
+TIMEOUT_S = 60.0
+FAULT_TIMEOUT_S = 8.0
+PADDED_VOCAB = 128
+
+
+class Case:
+    """What cases.json says about one case, and where its processes meet."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.name: str = fields["name"]
+        self.tp, self.pp, self.dp, self.vpp = (int(fields.get(key, 1)) for key in ("tp", "pp", "dp", "vpp"))
+        self.engines: list[int] = fields.get("engines", [1])
+        self.trainer_dtype = getattr(torch, fields.get("trainer_dtype", "float32"))
+        self.engine_dtype = getattr(torch, fields.get("engine_dtype", "float32"))
+        self.bucket_bytes: int = fields.get("bucket_bytes", 2000)
+        self.fault: str = fields.get("fault", "")
+        self.ports: list[int] = fields["ports"]  # trainer group, engine groups, weight groups
+        self.geometry = geometry(fields.get("family", "llama"), **fields.get("geometry", {}))
+        self.timeout_s = FAULT_TIMEOUT_S if self.fault else TIMEOUT_S
+
+    @property
+    def num_trainers(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def endpoint(self, engine_idx: int) -> EngineEndpoint:
+        port = self.ports[1 + len(self.engines) + engine_idx]
+        name = f"engine{engine_idx}"
+        return EngineEndpoint(name, self.engines[engine_idx], f"{self.name}-{name}", "127.0.0.1", port)
+
+    def engine_of(self, process: int) -> tuple[int, int] | None:
+        """(engine, rank in it) of an engine process, or None where the case needs fewer."""
+        for engine_idx, tp_size in enumerate(self.engines):
+            if process < tp_size:
+                return engine_idx, process
+            process -= tp_size
+        return None
+
+
+def start_default_group(port: int, rank: int, world_size: int, timeout_s: float) -> None:
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def trainer_chunks(case: Case, rank: int, seed: int) -> tuple[list[ShardLayout], Tensors]:
+    """Layouts and values of one trainer rank; its chunks' names are made unique by a prefix."""
+    tp_rank, pp_rank = rank % case.tp, rank // (case.tp * case.dp)
+    g, model = case.geometry, random_model(case.geometry, seed)
+    num_chunks = case.pp * case.vpp
+    per_chunk = g.num_layers // num_chunks
+    layouts: list[ShardLayout] = []
+    tensors: Tensors = {}
+    for chunk_idx in range(case.vpp):
+        stage = chunk_idx * case.pp + pp_rank
+        layers = tuple(range(stage * per_chunk, (stage + 1) * per_chunk))
+        ends = stage == 0, stage == num_chunks - 1
+        coord = MegatronCoord(case.tp, tp_rank, tuple(idx + 1 for idx in layers), *ends, PADDED_VOCAB)
+        held = megatron_tensors(g, model, case.tp, tp_rank, layers, *ends, PADDED_VOCAB)
+        for shard in megatron_shards(g, coord):
+            layouts.append(ShardLayout(f"{chunk_idx}.{shard.name}", shard.shape, shard.blocks))
+            tensors[layouts[-1].name] = held[shard.name].to(case.trainer_dtype)
+    return layouts, tensors
+
+
+def run_trainer(case: Case, rank: int) -> str:
+    start_default_group(case.ports[0], rank, case.num_trainers, TIMEOUT_S)
+    layouts, tensors = trainer_chunks(case, rank, seed=1)
+    publisher = Publisher(
+        rank, case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, case.timeout_s
+    )
+    endpoints = [case.endpoint(engine_idx) for engine_idx in range(len(case.engines))]
+    try:
+        for endpoint in endpoints:
+            publisher.connect(endpoint)
+    except WeightUpdateError as error:
+        return "" if case.fault == "other_model" and "other" not in str(error) else str(error)
+    if case.fault == "sender_killed" and rank == 1:
+        kill_after_first_bucket()
+    if case.fault == "sender_killed":
+        # Rank 1 is gone, so the trainer cannot agree on the outcome either: only the own part is sent.
+        connection = publisher._connections[endpoints[0].name]
+        connection.sender.send(1, case.timeout_s)
+        return ""
+    for version in (1, 2):
+        for name, tensor in trainer_chunks(case, rank, seed=version)[1].items():
+            tensors[name].copy_(tensor)
+        stats = publisher.publish(endpoints, version)
+        problem = check_stats(case, stats)
+        if problem or case.fault:
+            return problem
+    for endpoint in endpoints:
+        publisher.disconnect(endpoint.name)
+    return ""
+
+
+def check_stats(case: Case, stats: PublishStats) -> str:
+    failed = [failure.engine for failure in stats.failures]
+    expected = ["engine0"] if case.fault in ("receiver_killed", "receiver_stalled") else []
+    if failed != expected:
+        return f"failed engines {stats.failures}, expected {expected}"
+    if stats.seconds > case.timeout_s + 10.0:
+        return f"the publication took {stats.seconds:.1f} s"
+    needed = sum(
+        tensor.numel() * min(case.trainer_dtype.itemsize, case.engine_dtype.itemsize)
+        for engine_idx, tp_size in enumerate(case.engines)
+        if f"engine{engine_idx}" not in failed
+        for tp_rank in range(tp_size)
+        for tensor in engine_tensors(case.geometry, random_model(case.geometry, 1), tp_size, tp_rank).values()
+    )
+    # Padding rows are the receiver's own business and never sent.
+    if not 0.8 * needed < stats.bytes_received_total <= needed:
+        return f"{stats.bytes_received_total} bytes received, {needed} held by the engines"
+    return ""
+
+
+def kill_after_first_bucket() -> None:
+    """Make this process vanish in the middle of its next publication."""
+    original = receiver_module.Deadline.wait
+    waits = 0
+
+    def wait(self: receiver_module.Deadline, work: dist.Work, what: str) -> None:
+        nonlocal waits
+        waits += "bucket" in what
+        if waits > 1:
+            os._exit(0)
+        original(self, work, what)
+
+    receiver_module.Deadline.wait = wait  # type: ignore[method-assign]
+
+
+def join_as_engine(case: Case, engine_idx: int, tp_rank: int) -> dist.ProcessGroup:
+    """What SGLang's init_weights_update_group does."""
+    endpoint, world_size = case.endpoint(engine_idx), case.num_trainers + case.engines[engine_idx]
+    address = f"tcp://{endpoint.master_address}:{endpoint.master_port}"
+    timeout = timedelta(seconds=TIMEOUT_S)
+    store, rank, _ = next(dist.rendezvous(address, case.num_trainers + tp_rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    store = dist.PrefixStore(endpoint.group_name, store)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], dist.Backend("gloo"), store, group_name=endpoint.group_name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+def all_agree(ok: bool) -> bool:
+    flag = torch.tensor([int(ok)])
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def engine_parameters(case: Case, tp_size: int, tp_rank: int, seed: int) -> Tensors:
+    model = random_model(case.geometry, seed)
+    narrow = min(case.trainer_dtype, case.engine_dtype, key=lambda dtype: dtype.itemsize)
+    return {
+        name: tensor.to(narrow).to(case.engine_dtype)
+        for name, tensor in engine_tensors(case.geometry, model, tp_size, tp_rank).items()
+    }
+
+
+def flip_one_bit(bucket_idx: int) -> None:
+    """Corrupt one bit of a bucket between its arrival and its unpacking."""
+    original = receiver_module.CopyProgram
+    built = 0
+
+    class Corrupted:
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal built
+            self._program, self._corrupt = original(*arguments), built == bucket_idx
+            built += 1
+
+        def unpack(self, parameters: list[int], wire_address: int, digests: Any) -> None:
+            if self._corrupt:
+                byte = ctypes.c_ubyte.from_address(wire_address + self._program.wire_bytes // 2)
+                byte.value ^= 4
+            self._program.unpack(parameters, wire_address, digests)
+
+    receiver_module.CopyProgram = Corrupted  # type: ignore[misc]
+
+
+def run_engine(case: Case, engine_idx: int, tp_rank: int) -> str:
+    tp_size = case.engines[engine_idx]
+    start_default_group(case.ports[1 + engine_idx], tp_rank, tp_size, TIMEOUT_S)
+    group = join_as_engine(case, engine_idx, tp_rank)
+    parameters = engine_parameters(case, tp_size, tp_rank, seed=0)
+    if case.fault == "other_model" and engine_idx == 0:
+        parameters["model.norm.weight"] = torch.zeros(5)
+    for tensor in parameters.values():
+        tensor.copy_(torch.full_like(tensor, 7.0))  # padding included: it must become zero
+    receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
+    victim = engine_idx == 0 and tp_rank == tp_size - 1
+    if case.fault == "bit_flipped" and victim:
+        flip_one_bit(bucket_idx=3)
+    try:
+        receiver.connect(case.timeout_s)
+    except WeightUpdateError as error:
+        expected = case.fault == "other_model" and "model.norm.weight has shape (5,)" in str(error)
+        return "" if expected else str(error)
+    if case.fault == "receiver_killed" and victim:
+        kill_after_first_bucket()
+    if case.fault == "receiver_stalled" and engine_idx == 0:
+        time.sleep(case.timeout_s + 2.0)
+        return ""
+    plan_hash = "0" * 64 if case.fault == "plan_mismatch" else receiver._plan_hash
+    return receive_versions(case, receiver, parameters, plan_hash, engine_idx, tp_rank)
+
+
+def receive_versions(
+    case: Case, receiver: Receiver, parameters: Tensors, plan_hash: str, engine_idx: int, tp_rank: int
+) -> str:
+    asked = {"version_mismatch": (5,)}.get(case.fault, (1, 2))
+    for version in asked:
+        started = time.monotonic()
+        try:
+            receiver.receive(version, plan_hash, case.timeout_s)
+        except (WeightUpdateError, RuntimeError) as error:  # torch's own, where a rank of this engine died
+            return check_engine_failure(case, str(error), time.monotonic() - started, engine_idx, tp_rank)
+        expected = engine_parameters(case, case.engines[engine_idx], tp_rank, seed=version)
+        difference = first_difference(parameters, expected)
+        if difference or case.fault:
+            return difference
+    return ""
+
+
+def check_engine_failure(case: Case, reason: str, seconds: float, engine_idx: int, tp_rank: int) -> str:
+    wanted = {
+        "bit_flipped": ("did not arrive as it was sent", "another rank of this engine failed"),
+        "sender_killed": ("of sender 1", "another rank of this engine failed"),
+        "receiver_killed": ("",),
+        "plan_mismatch": ("follows plan 000000",),
+        "version_mismatch": ("sends version 1",),
+    }.get(case.fault)
+    if wanted is None or engine_idx != 0 or not any(part in reason for part in wanted):
+        return f"unexpected: {reason}"
+    return "" if seconds < case.timeout_s + 5.0 else f"failed only after {seconds:.1f} s: {reason}"
+
+
+def wait_for_all(directory: Path, own_name: str, num_processes: int) -> None:
+    """Return once every process of the launch has imported everything, so that deadlines measure the work."""
+    (directory / f"ready-{own_name}").touch()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(directory.glob("ready-*"))) < num_processes:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all {num_processes} processes started within {TIMEOUT_S:.0f} s")
+        time.sleep(0.1)
+
+
+def main(role: str, process: int, directory: Path) -> None:
+    plan = json.loads((directory / "cases.json").read_text())
+    wait_for_all(directory, f"{role}{process}", plan["num_processes"])
+    for fields in plan["cases"]:
+        case = Case(fields)
+        started = time.monotonic()
+        if role == "trainer":
+            if process >= case.num_trainers:
+                continue
+            error = run_trainer(case, process)
+        else:
+            place = case.engine_of(process)
+            if place is None:
+                continue
+            error = run_engine(case, *place)
+        seconds = round(time.monotonic() - started, 2)
+        print(json.dumps({"case": case.name, "seconds": seconds, "error": error}), flush=True)
+        if case.fault:
+            os._exit(0)  # peers may be dead: nobody waits for an orderly end
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
