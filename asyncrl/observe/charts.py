@@ -1,7 +1,7 @@
 """Line charts as SVG text: pure functions from numbers to markup, coloured by the page's style sheet.
 
-Nothing here names a colour: elements carry classes (``grid``, ``tick``, ``label``, ``line``, ``dot``, ``s1`` to
-``s4``) that the page styles, so light and dark follow the reader's setting.
+Nothing here names a colour: elements carry classes (``grid``, ``tick``, ``label``, ``line``, ``dot``, ``s1``
+to ``s4``) that the page styles, so light and dark follow the reader's setting.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
     for line in reversed(series):
         style = f"line s{line.color}" + (" raw" if line.faint else "")
         yield f'<text class="tick" x="{x:.0f}" y="12" text-anchor="end">{escape(line.name)}</text>'
-        x -= 6.6 * len(line.name) + 9
+        x -= 6.0 * len(line.name) + 12
         yield f'<path class="{style}" d="M{x - 14:.0f} 8.5h14"/>'
         x -= 28
 
