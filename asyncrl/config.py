@@ -87,16 +87,39 @@ class AlgorithmConfig(Section):
     """Advantage, objective, behaviour correction, aggregation."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # from the rewards of a sample's group
-    objective: Literal["ppo_clip"] = "ppo_clip"
+    objective: Literal["ppo_clip", "gspo", "cispo", "sapo"] = "ppo_clip"
     clip_low: PositiveFloat = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: PositiveFloat = 0.2
     clip_dual: Annotated[float, Field(gt=1)] | None = None  # bound on -loss / advantage where it is < 0
+    sapo_tau_positive: PositiveFloat = 1.0  # how fast SAPO's gate closes, by the advantage's sign
+    sapo_tau_negative: PositiveFloat = 1.05
     # decoupled: ratio to the proximal logprobs (the trainer's, before the update), times
-    # min(prox/behav, cap); none: ratio to the behaviour logprobs, sound on-policy only
-    correction: Literal["truncated_is", "none"] = "truncated_is"
-    is_cap: PositiveFloat = 2.0  # largest importance weight of a token
+    # min(prox/behav, cap) of the token, or of the whole sample (sequence_truncated_is);
+    # none: ratio to the behaviour logprobs, sound on-policy only
+    correction: Literal["truncated_is", "sequence_truncated_is", "none"] = "truncated_is"
+    is_cap: PositiveFloat = 2.0  # largest importance weight
+    # what is left out: tokens, or samples by their geometric mean, with prox/behav outside the bounds; or
+    # samples with a negative advantage and a mean log(behav/current) above reject_kl
+    rejection: Literal["none", "token", "geometric", "off_policy_sequence"] = "none"
+    reject_low: PositiveFloat = 0.5
+    reject_high: PositiveFloat = 5.0
+    reject_kl: PositiveFloat = 0.1
     # what counts the same: tokens; samples; or tokens over a fixed length (rollout.max_new_tokens)
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if self.reject_low >= self.reject_high:
+            raise ValueError(
+                f"reject_low = {self.reject_low} is not below reject_high = {self.reject_high}: every token"
+                " would be rejected; use for example 0.5 and 5.0"
+            )
+        if self.clip_dual is not None and self.clip_dual <= 1 + self.clip_high:
+            raise ValueError(
+                f"clip_dual = {self.clip_dual} lies inside the clip range, 1 + clip_high ="
+                f" {1 + self.clip_high}; use for example 3.0"
+            )
+        return self
 
 
 class RolloutConfig(Section):

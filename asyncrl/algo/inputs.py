@@ -25,6 +25,37 @@ from dataclasses import dataclass
 import torch
 
 
+def _identity(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Which sample each token belongs to, for objectives and corrections that decide per sample.
+
+    ``sum_over_ranks`` adds a tensor over the context-parallel ranks that share the micro-batch's samples,
+    in place or not; no gradient flows through it. Every one of those ranks calls it equally often.
+    """
+
+    sample_idx: torch.Tensor  # [t] int64, in [0, num_samples)
+    num_samples: int  # of the micro-batch, the same on every context-parallel rank
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _identity
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[t] -> [num_samples], the sum over all tokens of each sample, in float64 without gradient."""
+        totals = torch.zeros(self.num_samples, dtype=torch.float64, device=values.device)
+        totals.index_add_(0, self.sample_idx, values.detach().double())
+        return self.sum_over_ranks(totals)
+
+    def means(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[t] values, 0 outside the mask [t] -> [num_samples], their mean over the mask (0 where empty)."""
+        return self.sums(values) / self.sums(mask).clamp(min=1)
+
+    def spread(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """[num_samples] -> [t], each token the value of its sample."""
+        return per_sample[self.sample_idx]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectiveInputs:
     """The tokens of one rank's micro-batch, t of them (0 is allowed)."""
@@ -38,6 +69,7 @@ class ObjectiveInputs:
     entropy: torch.Tensor | None = None  # [t] float32, for the metrics; None: not computed
     # [t] int, trainer's policy version - version that sampled the token, for the metrics; None: unknown
     staleness: torch.Tensor | None = None
+    segments: Segments | None = None  # None: only what decides per token can be computed
 
     def __post_init__(self) -> None:
         if self.mask.dtype is not torch.bool:
@@ -56,9 +88,23 @@ class ObjectiveInputs:
             named["entropy"] = self.entropy
         if self.staleness is not None:
             named["staleness"] = self.staleness
+        if self.segments is not None:
+            named["segments.sample_idx"] = self.segments.sample_idx
         for name, tensor in named.items():
             if tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs has {tuple(shape)}")
+
+    def required_segments(self, setting: str) -> Segments:
+        """The segments, needed by ``setting``; without any token there is no sample either.
+
+        Raises:
+            ValueError: there are tokens, and nobody said to which samples they belong.
+        """
+        if self.segments is not None:
+            return self.segments
+        if len(self.logprobs):
+            raise ValueError(f"{setting} decides per sample: give ObjectiveInputs.segments")
+        return Segments(torch.empty(0, dtype=torch.int64, device=self.logprobs.device), num_samples=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

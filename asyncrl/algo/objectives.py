@@ -10,89 +10,98 @@ constant factor without gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from asyncrl.algo.corrections import behaviour_log_weights, log_ratio, truncated_is
+from asyncrl.algo.corrections import correction_weights, log_ratio
 from asyncrl.algo.inputs import Objective, ObjectiveInputs, ObjectiveOutput
 from asyncrl.algo.metrics import Sums, mismatch_sums
+from asyncrl.algo.token_losses import (
+    Clip,
+    ClippedTokens,
+    cispo_clipped,
+    cispo_loss,
+    ppo_clip_loss,
+    ppo_clipped,
+    sapo_loss,
+)
 from asyncrl.config import AlgorithmConfig
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
     """The objective that a configuration describes."""
-    clip = Clip(config.clip_low, config.clip_high, config.clip_dual)
 
     def objective(inputs: ObjectiveInputs) -> ObjectiveOutput:
-        return _evaluate(config, clip, inputs)
+        return _evaluate(config, inputs)
 
     return objective
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """Bounds on the ratio: [1 - low, 1 + high]; ``dual`` bounds the loss of negative advantages."""
-
-    low: float
-    high: float
-    dual: float | None = None
-
-
-def ppo_clip_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> torch.Tensor:
-    """max(-r A, -clip(r) A) per token, [t]: PPO, arXiv 1707.06347; low != high: DAPO, arXiv 2503.14476.
-
-    With ``clip.dual = c`` the loss of a negative advantage is at most -c A, so that one token which
-    became much likelier cannot dominate the step: dual-clip PPO, arXiv 1912.09729.
-    """
-    loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages)
-    if clip.dual is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -clip.dual * advantages), loss)
-
-
-def _evaluate(config: AlgorithmConfig, clip: Clip, inputs: ObjectiveInputs) -> ObjectiveOutput:
+def _evaluate(config: AlgorithmConfig, inputs: ObjectiveInputs) -> ObjectiveOutput:
     mask = inputs.mask
-    decoupled = config.correction != "none"
-    anchor = inputs.prox_logprobs if decoupled else inputs.behav_logprobs
-    ratio = log_ratio(inputs.logprobs, anchor.detach(), mask).exp()
     advantages = torch.where(mask, inputs.advantages, 0.0)
     loss_weights = torch.where(mask, inputs.loss_weights, 0.0)
+    ratio = _ratio(config, inputs)
     weights = correction_weights(config, inputs)
-    token_loss = ppo_clip_loss(ratio, advantages, clip)
+    token_loss = _token_loss(config, inputs, ratio, advantages)
     loss = (loss_weights * weights * token_loss).sum()
     sums = {
         "loss": loss.detach().double(),
-        **_ratio_sums(ratio.detach(), advantages, mask, clip),
+        "ratio": torch.where(mask, ratio.detach(), 0.0).double().sum(),
+        **_clip_sums(_clipped(config, ratio.detach(), advantages)),
         **_correction_sums(config, weights, mask),
         **mismatch_sums(inputs),
     }
     return ObjectiveOutput(loss, sums)
 
 
-def correction_weights(config: AlgorithmConfig, inputs: ObjectiveInputs) -> torch.Tensor:
-    """The factor from proximal to behaviour policy per token, [t] float32, no gradient."""
-    log_weights = behaviour_log_weights(inputs)
-    if config.correction == "none":
-        return torch.ones_like(log_weights)
-    return truncated_is(log_weights, config.is_cap)
+def _ratio(config: AlgorithmConfig, inputs: ObjectiveInputs) -> torch.Tensor:
+    """Current over proximal (over behaviour without a correction), [t], 1 outside the mask.
+
+    ``gspo``: the geometric mean over the sample, as a value; the gradient is that of each token's own
+    logprob times this value (GSPO-token, arXiv 2507.18071, section 4.3), so nothing has to flow
+    between context-parallel ranks.
+    """
+    anchor = inputs.behav_logprobs if config.correction == "none" else inputs.prox_logprobs
+    log_ratios = log_ratio(inputs.logprobs, anchor.detach(), inputs.mask)
+    if config.objective == "gspo":
+        segments = inputs.required_segments('algorithm.objective = "gspo"')
+        of_samples = segments.spread(segments.means(log_ratios, inputs.mask)).to(log_ratios.dtype)
+        log_ratios = torch.where(inputs.mask, of_samples + (log_ratios - log_ratios.detach()), 0.0)
+    return log_ratios.exp()
 
 
-def _ratio_sums(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip: Clip) -> Sums:
-    """Tokens whose gradient the clip removed, by side; ratio and advantages are neutral outside the mask."""
-    sums = {
-        "ratio": torch.where(mask, ratio, 0.0).double().sum(),
-        "clipped_low": ((ratio < 1 - clip.low) & (advantages < 0)).sum(),
-        "clipped_high": ((ratio > 1 + clip.high) & (advantages > 0)).sum(),
-        "clipped_dual": torch.zeros_like(mask).sum(),
-    }
-    if clip.dual is not None:
-        sums["clipped_dual"] = ((ratio > clip.dual) & (advantages < 0)).sum()
-    return {name: total.double() for name, total in sums.items()}
+def _token_loss(
+    config: AlgorithmConfig, inputs: ObjectiveInputs, ratio: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    clip = _clip(config)
+    if config.objective == "cispo":
+        logprobs = torch.where(inputs.mask, inputs.logprobs, 0.0)
+        return cispo_loss(ratio, logprobs, advantages, clip)
+    if config.objective == "sapo":
+        return sapo_loss(ratio, advantages, config.sapo_tau_positive, config.sapo_tau_negative)
+    return ppo_clip_loss(ratio, advantages, clip)
+
+
+def _clip(config: AlgorithmConfig) -> Clip:
+    return Clip(config.clip_low, config.clip_high, config.clip_dual)
+
+
+def _clipped(config: AlgorithmConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> ClippedTokens:
+    """Ratio and advantages are neutral outside the mask, so nothing there counts as clipped."""
+    if config.objective == "sapo":
+        nothing = torch.zeros_like(ratio, dtype=torch.bool)
+        return ClippedTokens(nothing, nothing, nothing)
+    clipped = cispo_clipped if config.objective == "cispo" else ppo_clipped
+    return clipped(ratio, advantages, _clip(config))
+
+
+def _clip_sums(clipped: ClippedTokens) -> Sums:
+    named = {"clipped_low": clipped.low, "clipped_high": clipped.high, "clipped_dual": clipped.dual}
+    return {name: tokens.sum().double() for name, tokens in named.items()}
 
 
 def _correction_sums(config: AlgorithmConfig, weights: torch.Tensor, mask: torch.Tensor) -> Sums:
-    truncated = mask & (weights >= config.is_cap) if config.correction == "truncated_is" else mask & False
+    truncated = mask & (weights >= config.is_cap) if config.correction != "none" else mask & False
     return {
         "correction_weight": torch.where(mask, weights, 0.0).double().sum(),
         "truncated": truncated.sum().double(),

@@ -13,10 +13,11 @@ import torch
 
 from asyncrl.algo.advantages import compute_advantages
 from asyncrl.algo.aggregation import BatchCounts, token_weight
-from asyncrl.algo.corrections import log_ratio
-from asyncrl.algo.inputs import ObjectiveInputs, ObjectiveOutput
+from asyncrl.algo.corrections import importance_weights, log_ratio
+from asyncrl.algo.inputs import ObjectiveInputs, ObjectiveOutput, Segments
 from asyncrl.algo.metrics import mismatch_sums, summarize
-from asyncrl.algo.objectives import Clip, build_objective, ppo_clip_loss
+from asyncrl.algo.objectives import build_objective
+from asyncrl.algo.token_losses import Clip, ppo_clip_loss
 from asyncrl.config import AlgorithmConfig
 
 COUNTS = [3, 1]  # trained tokens of the two samples; each is a micro-batch or a rank of its own
@@ -71,12 +72,12 @@ def test_gradients_are_added_over_ranks_not_averaged() -> None:
     assert wrong == pytest.approx(-0.3125)
 
 
-def test_denominator_is_fixed_before_truncation_or_rejection() -> None:
-    """A token whose weight is 0 still counts; dividing by what is left would enlarge its siblings."""
-    far = 50.0  # behaviour this much likelier: a weight of exp(-20), after the clamp
-    rejected = evaluate(sample_inputs(0, log_weight=-far)).loss.item()
-    right = rejected + evaluate(sample_inputs(1)).loss.item()
-    wrong = 0.5 / 1
+def test_denominator_is_fixed_before_rejection() -> None:
+    """The rejected sample's tokens still count; dividing by what is left would enlarge the other's step."""
+    settings = {"rejection": "token", "reject_low": 0.5, "reject_high": 2.0}
+    rejected = evaluate(sample_inputs(0, log_weight=3.0), **settings).loss.item()
+    kept = evaluate(sample_inputs(1), **settings).loss.item()
+    right, wrong = rejected + kept, 0.5 / COUNTS[1]
     assert right == pytest.approx(0.5 / 4)
     assert wrong == pytest.approx(0.5)
 
@@ -139,6 +140,20 @@ def test_truncated_weight_is_a_constant() -> None:
     scale = 0.5 / 4  # -advantage * loss weight
     assert right.item() == pytest.approx(scale * math.exp(0.5)) == pytest.approx(scale * 1.6487, rel=1e-4)
     assert wrong.item() == pytest.approx(scale * 2 * math.exp(0.5)) == pytest.approx(scale * 3.2974, rel=1e-4)
+
+
+def test_sequence_ratio_is_the_exponential_of_the_sum() -> None:
+    """Two tokens with log-ratios 1: the sample's ratio is exp(2); a mean of ratios, or truncating them one
+    by one, is another number."""
+    prox, mask = torch.tensor([0.0, 0.0]), torch.ones(2, dtype=torch.bool)
+    zeros = torch.zeros(2)
+    segments = Segments(torch.zeros(2, dtype=torch.int64), 1)
+    inputs = ObjectiveInputs(prox, prox - 1.0, prox, zeros, zeros, mask, segments=segments)
+    config = AlgorithmConfig(correction="sequence_truncated_is", is_cap=100.0)
+    right = importance_weights(config, inputs)[0].item()
+    wrong = torch.ones(2).exp().mean().item()
+    assert right == pytest.approx(math.exp(2)) == pytest.approx(7.389, abs=1e-3)
+    assert wrong == pytest.approx(math.exp(1)) == pytest.approx(2.718, abs=1e-3)
 
 
 def test_min_and_max_for_negative_advantages() -> None:

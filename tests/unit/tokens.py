@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from asyncrl.algo.inputs import ObjectiveInputs
+from asyncrl.algo.inputs import ObjectiveInputs, Segments
+
+
+def random_segments(num_tokens: int) -> Segments:
+    """Samples of unequal lengths 1, 2, 3, ..., the last one cut."""
+    num_samples, ends = 0, 0
+    while ends < num_tokens:
+        num_samples += 1
+        ends += num_samples
+    lengths = torch.arange(1, num_samples + 1)
+    return Segments(torch.arange(num_samples).repeat_interleave(lengths)[:num_tokens], num_samples)
 
 
 def random_inputs(
@@ -29,13 +41,24 @@ def random_inputs(
         loss_weights=mask / mask.sum().clamp(min=1),
         mask=mask,
         entropy=normal(1.0).abs(),
+        segments=random_segments(num_tokens),
     )
 
 
-def select(inputs: ObjectiveInputs, index: slice | torch.Tensor) -> ObjectiveInputs:
+def select(
+    inputs: ObjectiveInputs,
+    index: slice | torch.Tensor,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> ObjectiveInputs:
     """The same tokens, cut; the current logprobs stay attached to the original's graph."""
-    tensors = {
-        field.name: None if (value := getattr(inputs, field.name)) is None else value[index]
+    tensors: dict[str, Any] = {
+        field.name: value[index]
         for field in dataclasses.fields(inputs)
+        if isinstance(value := getattr(inputs, field.name), torch.Tensor)
     }
+    if inputs.segments is not None:
+        segments = dataclasses.replace(inputs.segments, sample_idx=inputs.segments.sample_idx[index])
+        if sum_over_ranks is not None:
+            segments = dataclasses.replace(segments, sum_over_ranks=sum_over_ranks)
+        tensors["segments"] = segments
     return ObjectiveInputs(**tensors)
