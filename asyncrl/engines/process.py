@@ -104,7 +104,9 @@ async def wait_until_ready(
 def _cpu_arguments(config: EngineConfig) -> list[str]:
     return [
         *("--device", "cpu", "--attention-backend", "torch_native"),
-        *("--mem-fraction-static", "0.05"),
+        # No reservation: the KV cache has the size below. SGLang refuses to start where more than this
+        # fraction of the memory that was free at first is gone, and trainers start at the same time.
+        *("--mem-fraction-static", "0.9"),
         *("--max-total-tokens", str(config.max_total_tokens or 8192)),
         "--skip-server-warmup",  # nothing is compiled or captured
         "--sleep-on-idle",  # an idle scheduler would otherwise take half a core from the trainer

@@ -65,6 +65,8 @@ class SGLangEngine:
             async with asyncio.timeout(timeout_s):
                 event = await self._newest_event(request)
         except TimeoutError:
+            with contextlib.suppress(EngineError):  # the missed deadline is the error to report
+                await self.abort(request.rid)
             raise self._error(f"request {request.rid} took longer than {timeout_s:g} s") from None
         if event is None:
             return Generation(segments=(), finish=INTERRUPTED)
@@ -283,7 +285,9 @@ class SGLangEngine:
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # the engine, not the client, bounds concurrency
+            # No limit: the engine bounds concurrency. No reuse: the server closes idle connections, and a
+            # request sent at that moment would look like a dead engine.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         return self._session
 

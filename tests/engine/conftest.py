@@ -1,0 +1,153 @@
+"""Real SGLang engines on the CPU, started once per session: TP 1 and TP 2, of the same tiny model.
+
+Each test gets a client of its own; afterwards the engine is running again and serves version 0 of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import EngineConfig
+from asyncrl.engines.process import EngineCommand, engine_command, free_port, wait_until_ready
+from asyncrl.engines.sglang import SGLangEngine
+from tests.tiny_models import make_tiny
+
+START_TIMEOUT_S = 240.0
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """A server process, which leads a process group of its own."""
+
+    name: str
+    url: str
+    token: str
+    tp_size: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> SGLangEngine:
+        return SGLangEngine(self.name, self.url, self.token)
+
+    def kill(self) -> None:
+        """End the server and what it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=30)
+
+
+def start_engine(model: Path, directory: Path, *, tp_size: int, extra: tuple[str, ...] = ()) -> RunningEngine:
+    """Start a server; it is not ready yet."""
+    name, port, token = f"tp{tp_size}", free_port(), secrets.token_hex(16)
+    config = EngineConfig(tp=tp_size, extra_args=extra)
+    command = engine_command(
+        config, model_path=model, dtype="float32", port=port, token=token, device="cpu", join_timeout_s=60
+    )
+    log = directory / f"{name}-{port}.log"
+    return RunningEngine(name, f"http://127.0.0.1:{port}", token, tp_size, start_process(command, log), log)
+
+
+def start_process(command: EngineCommand, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command.arguments,
+            env={**os.environ, "PYTHONPATH": str(REPO), **command.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+async def until_ready(running: RunningEngine) -> None:
+    engine = running.client()
+    try:
+        await wait_until_ready(
+            engine, exit_status=running.process.poll, log=running.log, timeout_s=START_TIMEOUT_S
+        )
+    finally:
+        await engine.close()
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Versions 0 and 1 of a model whose vocabulary (272) needs padding."""
+    directory = tmp_path_factory.mktemp("models")
+    first, second = (make_tiny("qwen3", directory / f"v{seed}", seed=seed) for seed in (0, 1))
+    return first, second
+
+
+@pytest.fixture(scope="session")
+def running_engines(
+    model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, RunningEngine]]:
+    """The engines by name; the TP 1 engine samples from seeds."""
+    directory = tmp_path_factory.mktemp("engines")
+    engines = [
+        start_engine(model_dirs[0], directory, tp_size=1, extra=("--enable-deterministic-inference",)),
+        start_engine(model_dirs[0], directory, tp_size=2),
+    ]
+
+    async def all_ready() -> None:
+        await asyncio.gather(*(until_ready(engine) for engine in engines))
+
+    try:
+        asyncio.run(all_ready())
+        yield {engine.name: engine for engine in engines}
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@pytest.fixture(params=["tp1", "tp2"])
+async def engine(
+    request: pytest.FixtureRequest,
+    running_engines: dict[str, RunningEngine],
+    model_dirs: tuple[Path, Path],
+) -> AsyncIterator[SGLangEngine]:
+    """A client of the TP 1 and of the TP 2 engine, one after the other."""
+    client = running_engines[request.param].client()
+    yield client
+    await client.pause("abort")
+    if await client.version() != 0:
+        await client.update_from_disk(str(model_dirs[0]), 0, 60)
+    await client.resume()
+    await client.close()
+
+
+class Reference:
+    """A model in transformers, fp32: what its logprobs and greedy tokens should be."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: list[int] | tuple[int, ...]) -> list[float]:
+        """log p(token i | tokens before i), i = 1 .. T-1."""
+        logits = self._model(torch.tensor([token_ids])).logits[0]
+        targets = torch.tensor(token_ids[1:])
+        return torch.log_softmax(logits[:-1], -1).gather(1, targets[:, None])[:, 0].tolist()
+
+
+@pytest.fixture(scope="session")
+def references(model_dirs: tuple[Path, Path]) -> tuple[Reference, Reference]:
+    return Reference(model_dirs[0]), Reference(model_dirs[1])
+
+
+def assert_logprobs_equal(actual: list[float], expected: list[float], tolerance: float = 1e-4) -> None:
+    """Compare per token and name the first that differs."""
+    assert len(actual) == len(expected), f"{len(actual)} logprobs, expected {len(expected)}"
+    for position, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+        assert abs(got - wanted) < tolerance, f"logprob {position}: {got}, expected {wanted}"

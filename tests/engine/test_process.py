@@ -1,0 +1,65 @@
+"""An engine that dies, at start or in service, is an error with a reason within seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config import EngineConfig
+from asyncrl.engines.base import EngineError
+from asyncrl.engines.process import engine_command, free_port, wait_until_ready
+from asyncrl.engines.sglang import SGLangEngine
+from tests.engine.conftest import start_engine, start_process, until_ready
+from tests.engine.test_generate import greedy, start
+
+
+async def test_death_of_the_scheduler_is_an_error_within_seconds(
+    model_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    running = start_engine(model_dirs[0], tmp_path, tp_size=1)
+    try:
+        await until_ready(running)
+        engine = running.client()
+        task = await start(engine, greedy(1500))
+        await asyncio.sleep(0.3)
+        children = psutil.Process(running.process.pid).children(recursive=True)
+        scheduler = next(child for child in children if "scheduler" in child.name())
+        started = time.monotonic()
+        os.kill(scheduler.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"^engine tp1 at http://127.0.0.1:\d+ does not answer"):
+            await task
+        assert time.monotonic() - started < 20
+        assert not await engine.ready()
+        await engine.close()
+    finally:
+        running.kill()
+
+
+async def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "engine.log"
+    command = engine_command(
+        EngineConfig(extra_args=("--no-such-option",)),
+        model_path=tmp_path / "no-model",
+        dtype="float32",
+        port=port,
+        token="token",
+        device="cpu",
+    )
+    process = start_process(command, log)
+    engine = SGLangEngine("e0", f"http://127.0.0.1:{port}", "token")
+    with pytest.raises(EngineError, match=r"(?s)^engine e0 ended with status \d+ at start;.*no-such-option"):
+        await wait_until_ready(engine, exit_status=process.poll, log=log, timeout_s=120)
+    await engine.close()
+
+
+async def test_a_start_that_takes_too_long_is_reported(tmp_path: Path) -> None:
+    engine = SGLangEngine("e0", f"http://127.0.0.1:{free_port()}", "token")
+    with pytest.raises(EngineError, match=r"^engine e0 not ready after 0.5 s; it wrote no log at"):
+        await wait_until_ready(engine, exit_status=lambda: None, log=tmp_path / "engine.log", timeout_s=0.5)
+    await engine.close()

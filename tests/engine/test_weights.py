@@ -1,0 +1,137 @@
+"""New weights reach every rank of a real engine, and every token is attested to the weights that made it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.engines.base import EngineError, GenerateRequest, WeightGroup, new_rid
+from asyncrl.engines.process import free_port
+from asyncrl.engines.sglang import SGLangEngine
+from asyncrl.weights.geometry import ModelGeometry
+from asyncrl.weights.hf import read_shards
+from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
+from asyncrl.weights.publisher import EngineEndpoint, Publisher
+from tests.engine.conftest import Reference, assert_logprobs_equal
+from tests.engine.test_generate import PROMPT, TIMEOUT_S, greedy, start
+
+TIMEOUT_S_WEIGHTS = 60.0
+
+
+@pytest.fixture(scope="module")
+def trainer(model_dirs: tuple[Path, Path]) -> Iterator[tuple[Publisher, dict[str, torch.Tensor]]]:
+    """A trainer of one rank that holds version 1 of the model, and its tensors."""
+    geometry = ModelGeometry.from_hf(model_dirs[1])
+    layers = tuple(range(1, geometry.num_layers + 1))
+    coord = MegatronCoord(1, 0, layers, has_embedding=True, has_output=True, padded_vocab=384)
+    shards = megatron_shards(geometry, coord)
+    tensors = {shard.name: torch.zeros(shard.shape) for shard in shards}
+    read_shards(model_dirs[1], shards, tensors)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Publisher(0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS), tensors
+    dist.destroy_process_group()
+
+
+async def connect(engine: SGLangEngine, publisher: Publisher) -> EngineEndpoint:
+    """Join trainer and engine in a weight group and agree on the plan."""
+    tp_size = {"tp1": 1, "tp2": 2}[engine.name]
+    endpoint = EngineEndpoint(engine.name, tp_size, f"weights-{new_rid()}", "127.0.0.1", free_port())
+    group = WeightGroup(
+        endpoint.group_name, endpoint.master_address, endpoint.master_port, 1, 1 + tp_size, "gloo"
+    )
+    meeting = asyncio.create_task(asyncio.to_thread(publisher.connect, endpoint))
+    await engine.join_weight_group(group, TIMEOUT_S_WEIGHTS)
+    await engine.receive_weights("connect", endpoint.group_name, 0, "", TIMEOUT_S_WEIGHTS)
+    await meeting
+    return endpoint
+
+
+async def publish(
+    engine: SGLangEngine, publisher: Publisher, endpoint: EngineEndpoint, version: int, plan_hash: str
+) -> None:
+    """Send and receive one version; the receiver's error wins."""
+    sending = asyncio.create_task(asyncio.to_thread(publisher.publish, [endpoint], version))
+    try:
+        await engine.receive_weights("publish", endpoint.group_name, version, plan_hash, 10)
+        stats = await sending
+        assert stats.failures == ()
+    finally:
+        await asyncio.wait([sending])
+
+
+async def test_publication_equals_a_load_from_disk(
+    engine: SGLangEngine,
+    trainer: tuple[Publisher, dict[str, torch.Tensor]],
+    model_dirs: tuple[Path, Path],
+    references: tuple[Reference, Reference],
+) -> None:
+    publisher, _ = trainer
+    before = await engine.checksums()
+    endpoint = await connect(engine, publisher)
+    await engine.pause("abort")
+    await publish(engine, publisher, endpoint, 1, publisher.plan_hash(engine.name))
+    await engine.resume()
+    published = await engine.checksums()
+    assert await engine.version() == 1
+    assert_logprobs_equal(await engine.logprobs(PROMPT * 4), references[1].logprobs(PROMPT * 4))
+
+    await engine.pause("abort")
+    await engine.update_from_disk(str(model_dirs[1]), 2, TIMEOUT_S_WEIGHTS)
+    from_disk = await engine.checksums()
+    assert await engine.version() == 2
+    for rank, (wire, disk, old) in enumerate(zip(published, from_disk, before, strict=True)):
+        assert wire.keys() == disk.keys()
+        for name, checksum in disk.items():
+            assert wire[name] == checksum, f"rank {rank}: {name} differs from a load from disk"
+            assert "cos_sin" in name or old[name] != checksum, f"rank {rank}: {name} did not change"
+    publisher.disconnect(engine.name)
+    await engine.leave_weight_group(endpoint.group_name)
+
+
+async def test_retract_across_an_update_attests_every_token(
+    engine: SGLangEngine,
+    trainer: tuple[Publisher, dict[str, torch.Tensor]],
+    references: tuple[Reference, Reference],
+) -> None:
+    publisher, _ = trainer
+    endpoint = await connect(engine, publisher)
+    requests = [GenerateRequest(new_rid(), (*PROMPT, token), 120) for token in (1, 2, 3)]
+    tasks = [await start(engine, request) for request in requests]
+    await asyncio.sleep(0.3)
+    await engine.pause("retract")
+    await publish(engine, publisher, endpoint, 1, publisher.plan_hash(engine.name))
+    await engine.resume()
+    for request, task in zip(requests, tasks, strict=True):
+        generation = await task
+        assert [segment.policy_version for segment in generation.segments] == [0, 1]
+        prefix = request.token_ids
+        for segment in generation.segments:
+            expected = references[segment.policy_version].logprobs(prefix + segment.token_ids)
+            assert_logprobs_equal(list(segment.logprobs), expected[len(prefix) - 1 :])
+            prefix += segment.token_ids
+    publisher.disconnect(engine.name)
+    await engine.leave_weight_group(endpoint.group_name)
+
+
+async def test_a_refused_publication_leaves_the_version(
+    engine: SGLangEngine, trainer: tuple[Publisher, dict[str, torch.Tensor]]
+) -> None:
+    with pytest.raises(EngineError, match=rf"^engine {engine.name} refused .*not in weight group nobody"):
+        await engine.receive_weights("connect", "nobody", 0, "", 5)
+    publisher, _ = trainer
+    endpoint = await connect(engine, publisher)
+    await engine.pause("abort")
+    with pytest.raises(EngineError, match="follows plan"):
+        await engine.receive_weights("publish", endpoint.group_name, 1, "00" * 32, 5)
+    assert await engine.version() == 0
+    publisher.disconnect(engine.name)
+    await engine.leave_weight_group(endpoint.group_name)
+    with pytest.raises(EngineError, match="does not exist"):
+        await engine.leave_weight_group(endpoint.group_name)
+    await engine.resume()
+    assert (await engine.generate(greedy(2), TIMEOUT_S)).segments[0].policy_version == 0
