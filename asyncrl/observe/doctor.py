@@ -59,7 +59,7 @@ def render(results: Sequence[Check]) -> Table:
         found = Text(check.found, style="red" if check.status is Status.FAIL else "")
         if check.fix:
             found.append(f"\n→ {check.fix}", style="yellow" if check.status is not Status.ABSENT else "cyan")
-        table.add_row(Text(mark, style=style), check.subject, found, check.gives)
+        table.add_row(Text(mark, style=style), Text(check.subject), found, Text(check.gives))
     return table
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 from typing import Literal
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.events import ENDS, Event
-from asyncrl.observe.metrics import StepMetrics
+from asyncrl.observe.metrics import UNIX_TIME, StepMetrics
 from asyncrl.observe.rundir import RunDir
 from asyncrl.observe.view import RunFollower, RunView, duration, sparkline
 
@@ -212,7 +213,8 @@ class Progress:
 
 
 def plain_lines(view: RunView, events: list[Event], steps: list[StepMetrics]) -> list[str]:
-    """What one update prints without a terminal: events and steps that ``view`` has just taken in."""
+    """What one update prints without a terminal, in order of time; ``view`` has taken the news in."""
     started = view.started or 0.0
-    shown = [event_line(event, started) for event in events if event.kind not in SILENT_KINDS]
-    return shown + [step_line(step, view.total_steps) for step in steps]
+    lines = [(event.time, event_line(event, started)) for event in events if event.kind not in SILENT_KINDS]
+    lines += [(step.extra.get(UNIX_TIME, math.inf), step_line(step, view.total_steps)) for step in steps]
+    return [line for _, line in sorted(lines, key=lambda item: item[0])]
