@@ -82,7 +82,8 @@ class _TokenLogprobs(torch.autograd.Function):
             scaled = grad[rows, None] * ctx.scale
             grad_logits = probs.mul_(-scaled)
             held, column = _held(local_labels[rows], ctx.num_real)
-            grad_logits.scatter_add_(1, column[:, None], scaled * held[:, None])
+            if ctx.num_real:  # a rank may hold nothing but padding
+                grad_logits.scatter_add_(1, column[:, None], scaled * held[:, None])
             grad_logits = grad_logits.to(head.dtype)
             torch.mm(grad_logits, real, out=grad_hidden[rows])
             if head.dtype is torch.float32:

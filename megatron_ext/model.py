@@ -120,10 +120,15 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        perform_initialization=False,
+        # megatron marks its tensor-parallel parameters (for the gradient norm) where it initialises them,
+        # so initialisation stays on and does nothing.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         # Sums, not means: the loss weights already divide by the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # unused; the default refuses variable lengths
         # Under the interleaved schedule batched sends between two ranks pair the wrong tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
@@ -134,6 +139,11 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Initialise nothing: the checkpoint fills every parameter."""
+    return weight
 
 
 def build_chunks(
