@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,15 @@ from asyncrl.algo.corrections import importance_weights, log_ratio
 from asyncrl.algo.inputs import ObjectiveInputs, ObjectiveOutput, Segments
 from asyncrl.algo.metrics import mismatch_sums, summarize
 from asyncrl.algo.objectives import build_objective
+from asyncrl.algo.regularisers import KlKind, kl_estimate
+from asyncrl.algo.returns import Moments, whiten
 from asyncrl.algo.token_losses import Clip, ppo_clip_loss
 from asyncrl.config import AlgorithmConfig
 
 COUNTS = [3, 1]  # trained tokens of the two samples; each is a micro-batch or a rank of its own
 ADVANTAGES = [1.0, -0.5]
 TOKEN_MEAN = BatchCounts.of(COUNTS)
+KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
 
 
 def sample_inputs(idx: int, *, log_weight: float = 0.0, requires_grad: bool = True) -> ObjectiveInputs:
@@ -124,6 +128,48 @@ def test_near_zero_group_std() -> None:
     wrong = (rewards - rewards.mean()) / rewards.std()
     assert right.tolist() == [0.0] * 4
     assert wrong[0].item() == pytest.approx(1.5)
+
+
+def test_whitening_uses_the_moments_of_all_ranks() -> None:
+    """Two ranks, one of which has the good samples: each alone would call its mean sample average."""
+    ranks = [np.array([1.0, 2.0, 3.0]), np.array([5.0])]
+    batch = Moments.of(ranks[0]) + Moments.of(ranks[1])
+    right = whiten(ranks[1], batch)[0]
+    wrong = whiten(ranks[1], Moments.of(ranks[1]))[0]
+    everything = np.concatenate(ranks)
+    assert (
+        right == pytest.approx((5.0 - everything.mean()) / everything.std()) == pytest.approx(1.521, abs=1e-3)
+    )
+    assert wrong == 0.0
+
+
+def test_divergence_as_a_loss_needs_k2() -> None:
+    """Expected gradients over a whole vocabulary, against that of the exact KL(current || reference)."""
+    logits = torch.tensor([0.5, -0.3, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.4, 0.9, -0.8, 0.6], dtype=torch.float64).log_softmax(0)
+    current = logits.log_softmax(0)
+    mask = torch.ones(4, dtype=torch.bool)
+    (exact,) = torch.autograd.grad((current.exp() * (current - reference)).sum(), logits, retain_graph=True)
+
+    def expected_gradient(kind: KlKind) -> torch.Tensor:
+        estimate = kl_estimate(kind, current, reference, mask)
+        return torch.autograd.grad((current.exp().detach() * estimate).sum(), logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected_gradient("k2"), exact)
+    assert expected_gradient("k1").abs().max() < 1e-12
+    assert ((expected_gradient("k3") - exact).norm() / exact.norm()).item() > 0.2
+
+
+def test_divergence_estimates_have_the_right_mean() -> None:
+    current = torch.tensor([0.5, -0.3, 0.9, 0.0], dtype=torch.float64).log_softmax(0)
+    reference = torch.tensor([0.4, -0.1, 0.8, 0.1], dtype=torch.float64).log_softmax(0)
+    mask = torch.tensor([True, True, True, True])
+    exact = (current.exp() * (current - reference)).sum().item()
+    means = [(current.exp() * kl_estimate(kind, current, reference, mask)).sum().item() for kind in KINDS]
+    assert means[0] == pytest.approx(exact) and means[2] == pytest.approx(exact)
+    assert means[1] == pytest.approx(exact, rel=0.1)
+    outside = kl_estimate("k3", torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
+    assert outside.tolist() == [0.0]
 
 
 def test_truncated_weight_is_a_constant() -> None:
