@@ -8,6 +8,7 @@ ready and no timer is set while the program still waits, that is a deadlock and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 from asyncio import base_events
@@ -43,6 +44,7 @@ class SimLoop(base_events.BaseEventLoop):
         SimTask._next_number = 0
         self.rng = random.Random(seed)
         self.steps = 0
+        self.max_executor_delay_s = 0.02  # how slow the threads, that is the disks, are
         self._now = 0.0
         self._clock_resolution = 1e-9
         self.set_task_factory(lambda loop, coro, **kw: SimTask(coro, loop=loop, **kw))
@@ -62,7 +64,7 @@ class SimLoop(base_events.BaseEventLoop):
             except Exception as error:  # handed to whoever awaits, as an executor does
                 done.set_exception(error)
 
-        self.call_later(self.rng.random() * 0.02, work)
+        self.call_later(self.rng.random() * self.max_executor_delay_s, work)
         return done
 
     def _run_once(self) -> None:
@@ -97,4 +99,10 @@ def simulate(seed: int, program: Callable[[SimLoop], Coroutine[Any, Any, T]]) ->
     try:
         return loop.run_until_complete(program(loop))
     finally:
+        leftover = asyncio.all_tasks(loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            with contextlib.suppress(Deadlock):
+                loop.run_until_complete(asyncio.wait(leftover))
         loop.close()

@@ -1,4 +1,4 @@
-"""What must hold of every history, whatever the schedule and the faults; shares no code with the rollouter."""
+"""What must hold of every history, whatever the schedule and the faults; no code of the rollouter is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.engines.scripted import scripted_logprob, scripted_token
 from asyncrl.types import FinishReason, Sample
-from tests.sim.world import STOP_TOKENS, VOCAB, History, Prompts
+from tests.sim.world import STOP_TOKENS, VOCAB, History, Prompts, true_reward
 
 
 def violations(history: History) -> list[str]:
@@ -23,7 +23,9 @@ def violations(history: History) -> list[str]:
         equal_shares,
         bounded_staleness,
         right_tokens,
+        right_rewards,
         trained_in_order,
+        drained_is_empty,
         closed_books,
     )
     return [f"{rule.__name__}: {first}" for rule in rules if (first := next(rule(history), None))]
@@ -41,7 +43,7 @@ def bounded_starts(history: History) -> Iterator[str]:
     size, bound = history.settings.groups_per_batch, history.settings.max_staleness
     for num_before, (group_id, version, num_dropped) in enumerate(history.starts):
         if num_before + 1 - num_dropped > (version + bound + 1) * size:
-            yield f"group {group_id} is the {num_before + 1}th, with {num_dropped} dropped, at version {version}"
+            yield f"group {group_id}, with {num_dropped} dropped, is one too many at version {version}"
 
 
 def whole_batches(history: History) -> Iterator[str]:
@@ -112,6 +114,17 @@ def right_tokens(history: History) -> Iterator[str]:
                 yield f"{where}: token {i} says version {version}, its logprob is of another"
 
 
+def right_rewards(history: History) -> Iterator[str]:
+    """Every sample has its own reward and its siblings', none the substitute of a failed one."""
+    n = history.settings.samples_per_group
+    for (position, sample_idx), puts in history.puts.items():
+        siblings = [history.puts[position, idx][0][1] for idx in range(n)]
+        rewards = [true_reward(s.token_ids[s.num_prompt_tokens :].tolist()) for s in siblings]
+        sample = puts[0][1]
+        if sample.reward != rewards[sample_idx] or sample.group_rewards.tolist() != rewards:
+            yield f"sample {sample_idx} at position {position}: {sample.group_rewards}, deserved {rewards}"
+
+
 def trained_in_order(history: History) -> Iterator[str]:
     """Batch b is trained at version b; after a restart some again, none left out."""
     highest = -1
@@ -119,6 +132,11 @@ def trained_in_order(history: History) -> Iterator[str]:
         if batch_idx != version or batch_idx > highest + 1:
             yield f"batch {batch_idx} at version {version} after batch {highest}"
         highest = max(highest, batch_idx)
+
+
+def drained_is_empty(history: History) -> Iterator[str]:
+    """A publication that drains finds no request in any engine."""
+    yield from history.leaks
 
 
 def closed_books(history: History) -> Iterator[str]:

@@ -58,6 +58,7 @@ class History:
     puts: dict[tuple[int, int], list[tuple[int, Sample]]] = field(default_factory=dict)
     """(position, sample index) -> every (ring, sample) that was ever put there, over all lives."""
     trained: list[tuple[int, int]] = field(default_factory=list)  # (batch, version), over all lives
+    leaks: list[str] = field(default_factory=list)  # requests in engines that should have none
     counts: LedgerCounts = field(default_factory=LedgerCounts)  # at the end
     faults: list[str] = field(default_factory=list)
 
@@ -92,6 +93,11 @@ class Prompts:
         return Prompt(prompt_idx, (), (1000 + prompt_idx, 7, 1000 + prompt_idx % 3))
 
 
+def true_reward(token_ids: Sequence[int]) -> float:
+    """What a completion deserves."""
+    return 1.0 + sum(token_ids) % 5
+
+
 class FlakyReward:
     """Fails for some samples, differently on every attempt, and takes a while."""
 
@@ -102,7 +108,7 @@ class FlakyReward:
         await asyncio.sleep(self._loop.rng.random() * 0.05)
         if self._loop.rng.random() < self._error_rate:
             return RewardResult(None, error="flaky")
-        return RewardResult(float(sum(token_ids) % 5))
+        return RewardResult(true_reward(token_ids))
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -132,6 +138,7 @@ class World:
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
+        loop.max_executor_delay_s = loop.rng.choice([0.0, 0.02, 1.0])
         self.settings = random_settings(loop.rng)
         self.history = History(self.settings)
         self.journal = MemoryJournal(self.history)
@@ -177,6 +184,7 @@ class World:
         """All processes start anew from the checkpoint of ``start_batch``; the rings are empty."""
         self.trained = self.history.version = self.life_start = start_batch
         self.checkpoints = [k for k in self.checkpoints if k <= start_batch]
+        self.draining = False
         self.lock = asyncio.Lock()  # a publication and an engine that joins exclude each other
         self.rings = Rings(self.loop, self.history)
         self.engines = {f"e{i}": self.make_engine(f"e{i}") for i in range(self.loop.rng.randint(1, 3))}
@@ -215,6 +223,7 @@ class World:
             task.result()
         else:
             task.cancel()
+            await asyncio.wait({task})
 
     # --- the trainer ---
 
@@ -245,18 +254,31 @@ class World:
     async def publish(self, version: int) -> None:
         async with self.lock:
             if self.mode == "drain":
+                self.draining = True
                 self.rollouter.set_paused(True)
                 await self.while_alive(self.rollouter.drained(500.0))
+                await asyncio.sleep(self.loop.rng.random() * 2.0)
+                await self.expect_idle()
+                self.draining = False
             engines = list(self.engines.values())
             for engine in engines:
                 await engine.pause("retract" if self.mode == "retract" else "abort")
                 await asyncio.sleep(self.loop.rng.random() * 0.02)
+            if self.mode == "drain":
+                await self.expect_idle()
             for engine in engines:
                 engine._version = version
                 await engine.resume()
                 await asyncio.sleep(self.loop.rng.random() * 0.02)
             self.history.version = version
             self.rollouter.set_paused(False)
+
+    async def expect_idle(self) -> None:
+        """A drained engine has no request, neither running nor held."""
+        for engine in self.engines.values():
+            load = await engine.load()
+            if load.num_running + load.num_queued and not self.running.done():
+                self.history.leaks.append(f"{engine.name} has {load} while drained")
 
     # --- faults ---
 
@@ -280,8 +302,9 @@ class World:
         if len(self.engines) < 2:
             return
         name = self.loop.rng.choice(sorted(self.engines))
-        async with self.lock:  # one that dies in a publication is the coordinator's matter
-            self.engines.pop(name).kill()
+        while self.lock.locked() and not self.draining:
+            await asyncio.sleep(0.01)  # one that dies in a transfer is the coordinator's matter
+        self.engines.pop(name).kill()
         await asyncio.sleep(self.loop.rng.random() * 2.0)
         async with self.lock:
             self.engines[name] = self.make_engine(name)
