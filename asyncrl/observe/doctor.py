@@ -72,8 +72,9 @@ def verdict(results: Sequence[Check]) -> str:
     return f"ready; {absent} optional parts are not there" if absent else "ready"
 
 
-def doctor(console: Console, *, as_json: bool = False) -> int:
+def doctor(*, as_json: bool = False) -> int:
     """Examine, print, and return the exit code."""
+    console = Console()
     results = examine()
     if as_json:
         console.print(to_json(results), markup=False, highlight=False, soft_wrap=True)

@@ -60,7 +60,7 @@ def event_line(event: Event, started: float) -> str:
     if event.kind == "death":
         return f"{at} {fields['process']} died: {fields['reason']}"
     if event.kind in ENDS:
-        return f"{at} {event.kind}" + (f": {fields['message']}" if "message" in fields else "")
+        return f"{at} {event.kind}" + (f": {fields['message']}" if fields.get("message") else "")
     return f"{at} {event.kind} " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 

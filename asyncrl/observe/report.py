@@ -17,9 +17,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from asyncrl.observe.charts import Series, line_chart, smoothed
-from asyncrl.observe.events import Event, read_events
+from asyncrl.observe.events import ENDS, Event, read_events
 from asyncrl.observe.metrics import StepMetrics, read_metrics
-from asyncrl.observe.rundir import RunDir, RunDirError
+from asyncrl.observe.progress import event_line
+from asyncrl.observe.rundir import RunDir
 from asyncrl.observe.show import SampleRecord, describe, read_samples, recorded_steps
 from asyncrl.observe.summary import Summary, read_summary
 from asyncrl.observe.timeline import MAX_STEPS, timeline
@@ -62,14 +63,11 @@ class SampleGroup:
 
 
 def write_report(run: RunDir) -> Path:
-    """Write report.html from what the run has recorded, and return its path. Works while the run goes on.
+    """Write report.html from what the run has recorded, and return its path.
 
-    Raises:
-        RunDirError: no step has been recorded yet.
+    Works while the run goes on, and for a run that failed before its first step.
     """
     steps = read_metrics(run)
-    if not steps:
-        raise RunDirError(f"{run.path}: no step in metrics.jsonl yet, so there is nothing to report")
     events = read_events(run)
     summary = read_summary(run) if run.summary.is_file() else None
     environment = Environment(
@@ -77,10 +75,11 @@ def write_report(run: RunDir) -> Path:
     )
     page = environment.get_template(TEMPLATE).render(
         name=run.path.name,
-        finished=summary is not None,
+        state=_state(events, summary),
+        troubles=_troubles(events),
         figures=_figures(steps, summary),
         heldout=_heldout(events),
-        charts=_charts(steps),
+        charts=_charts(steps) if steps else [],
         timeline=Markup(timeline(steps)),
         timeline_steps=min(len(steps), MAX_STEPS),
         phases=_phases(events),
@@ -92,7 +91,22 @@ def write_report(run: RunDir) -> Path:
     return run.report
 
 
+def _state(events: Sequence[Event], summary: Summary | None) -> str:
+    """How the run stands: its last end, or what the summary's presence says."""
+    if events and events[-1].kind in ENDS:
+        return events[-1].kind
+    return "finished" if summary is not None else "not finished: what has been recorded so far"
+
+
+def _troubles(events: Sequence[Event]) -> list[str]:
+    """What went wrong, in the words of the events."""
+    started = events[0].time if events else 0.0
+    return [event_line(event, started) for event in events if event.kind in ("death", "failed")]
+
+
 def _figures(steps: Sequence[StepMetrics], summary: Summary | None) -> list[Figure]:
+    if not steps:
+        return [Figure("0", "steps")]
     generated = sum(step.tokens_generated for step in steps) / sum(step.time_step for step in steps)
     figures = [
         Figure(str(steps[-1].step), "steps"),

@@ -399,8 +399,15 @@ class TestReport:
     def test_a_run_in_progress_can_be_reported(self, tmp_path: Path) -> None:
         run = write_fake_run(tmp_path / "a", 1, finished=False)
         assert "not finished" in write_report(run).read_text()
-        with pytest.raises(RunDirError, match="nothing to report"):
-            write_report(write_fake_run(tmp_path / "b", 0, finished=False))
+
+    def test_a_run_that_failed_at_its_start_says_why(self, tmp_path: Path) -> None:
+        run = write_fake_run(tmp_path / "b", 0, finished=False)
+        log = EventLog(run.path)
+        log.write("death", process="engine 0", reason="SIGKILL, out of memory")
+        log.write("failed", message="engine 0 died")
+        page = write_report(run).read_text()
+        for text in ("engine 0 died: SIGKILL, out of memory", ">failed<", "starting Ray"):
+            assert text in page, text
 
     def test_spans_of_a_step_fill_it(self) -> None:
         metrics = some_step(4, extra={"time/unix": START})
