@@ -1,0 +1,7 @@
+"""The shared-memory sample ring. Start at `asyncrl.ring.ring`."""
+
+from asyncrl.ring.batch import Batch, Record
+from asyncrl.ring.group import Group
+from asyncrl.ring.ring import Key, Ring, RingStats
+
+__all__ = ["Batch", "Group", "Key", "Record", "Ring", "RingStats"]

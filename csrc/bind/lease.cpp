@@ -1,0 +1,99 @@
+#include "bind/lease.h"
+
+#include "bind/record_codec.h"
+#include "common/crc32c.h"
+#include "ring/errors.h"
+
+namespace asyncrl::bind {
+
+namespace py = pybind11;
+using ring::ErrorKind;
+using ring::RingError;
+
+// What an array over a record has as its base: it counts as a view and keeps the lease.
+struct Lease::ViewToken {
+  std::shared_ptr<Lease> lease;
+  explicit ViewToken(std::shared_ptr<Lease> held) : lease(std::move(held)) { ++lease->num_views_; }
+  ~ViewToken() { --lease->num_views_; }
+};
+
+Lease::~Lease() {
+  if (!released_) reader_->ReleaseSoon(delivery_.slots);
+}
+
+const ring::Slot& Lease::slot(size_t index) const {
+  if (index >= delivery_.slots.size()) {
+    throw py::index_error("record " + std::to_string(index) + " of a batch of " +
+                          std::to_string(delivery_.slots.size()));
+  }
+  if (released_) throw RingError(ErrorKind::kReleased, "the batch was released; its records are gone");
+  return reader_->session().table().slot(delivery_.slots[index]);
+}
+
+const std::byte* Lease::Record(size_t index) const {
+  return reader_->session().region().arena() + slot(index).offset;
+}
+
+const ring::RecordField& Lease::Find(size_t index, const std::string& name) const {
+  const ring::RecordField* field = ring::FindField(Record(index), name);
+  if (field == nullptr) throw py::key_error("the record has no field " + name);
+  return *field;
+}
+
+py::array Lease::View(size_t index, const std::string& name, bool writeable) {
+  const ring::RecordField& field = Find(index, name);
+  if (field.num_dims == 0 || field.dtype == ring::DType::kString) {
+    throw py::type_error("field " + name + " is not an array");
+  }
+  const py::capsule base(new ViewToken(shared_from_this()),
+                         [](void* token) { delete static_cast<ViewToken*>(token); });
+  const std::vector<py::ssize_t> shape(field.shape, field.shape + field.num_dims);
+  py::array view(NumpyDType(field.dtype), shape, Record(index) + field.offset, base);
+  if (!writeable) py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return view;
+}
+
+py::object Lease::Scalar(size_t index, const std::string& name) const {
+  const ring::RecordField& field = Find(index, name);
+  if (field.num_dims != 0 && field.dtype != ring::DType::kString) {
+    throw py::type_error("field " + name + " is an array");
+  }
+  return ReadScalar(Record(index), field);
+}
+
+void Lease::Ack() {
+  if (acknowledged_) return;
+  if (released_) {
+    throw RingError(ErrorKind::kReleased, "the batch was released before it was acknowledged; get it again");
+  }
+  reader_->Ack(delivery_.begin, delivery_.end);
+  acknowledged_ = true;
+}
+
+void Lease::Release() {
+  if (released_) return;
+  if (num_views_ > 0) {
+    throw RingError(ErrorKind::kViewsAlive, std::to_string(num_views_.load()) + " views of the batch's " +
+                                                std::to_string(size()) +
+                                                " records are alive; drop them, then release");
+  }
+  reader_->Release(delivery_.slots);
+  released_ = true;
+}
+
+void Lease::ReleaseWhenUnused() {
+  if (num_views_ == 0) Release();
+}
+
+void Lease::Verify(size_t index) const {
+  const ring::Slot& checked = slot(index);
+  if (checked.checksum == 0) return;
+  const uint32_t found = Crc32c(Record(index), checked.length);
+  if (found == checked.checksum) return;
+  throw RingError(ErrorKind::kCorrupt, "record " + std::to_string(index) + " at position " +
+                                           std::to_string(checked.position) + ": CRC-32C is " +
+                                           std::to_string(found) + ", published with " +
+                                           std::to_string(checked.checksum));
+}
+
+}  // namespace asyncrl::bind

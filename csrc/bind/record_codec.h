@@ -1,0 +1,61 @@
+// Python values <-> the bytes of a record (csrc/ring/record.h).
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "ring/record.h"
+
+namespace asyncrl::bind {
+
+// The fixed list of fields that a ring's records have: what one Python tuple of values is checked against.
+class RecordFormat {
+ public:
+  // (name, dtype, number of dimensions) per field. Dtypes as numpy spells them, and "str".
+  explicit RecordFormat(const std::vector<std::tuple<std::string, std::string, int>>& fields);
+
+  const std::vector<ring::RecordField>& fields() const { return fields_; }
+
+ private:
+  std::vector<ring::RecordField> fields_;
+};
+
+// One record to be: its values checked, its arrays pinned, its bytes counted. Needs the GIL, except Write.
+class EncodedRecord {
+ public:
+  // Throws TypeError naming the field, what it is and what it should be.
+  EncodedRecord(const RecordFormat& format, const pybind11::tuple& values);
+  EncodedRecord(EncodedRecord&& other) noexcept = default;
+  ~EncodedRecord();
+
+  uint64_t length() const { return length_; }
+  void Write(std::byte* target) const;
+
+ private:
+  // A field's bytes: pinned in a Python buffer, borrowed from a str, or `scalar` itself.
+  struct Source {
+    const void* data;
+    uint64_t bytes;
+    uint64_t scalar;
+  };
+
+  void AddScalar(ring::RecordField& field, pybind11::handle value);
+  void AddString(ring::RecordField& field, pybind11::handle value);
+  void AddArray(ring::RecordField& field, pybind11::handle value);
+
+  std::vector<ring::RecordField> fields_;
+  std::vector<Source> sources_;
+  std::vector<Py_buffer> buffers_;
+  uint64_t length_ = 0;
+};
+
+// A scalar or string field as a Python object.
+pybind11::object ReadScalar(const std::byte* record, const ring::RecordField& field);
+
+// The numpy dtype of a field.
+pybind11::dtype NumpyDType(ring::DType dtype);
+
+}  // namespace asyncrl::bind
