@@ -16,6 +16,7 @@ from typing import Any
 from asyncrl.rewards.base import RewardError, RewardResult
 
 LINE_LIMIT = 1 << 26
+PIPE_CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerDied(RuntimeError):
@@ -92,7 +93,11 @@ class WorkerProcess:
         """End the worker and its children; open calls fail with `WorkerDied`. May be called twice."""
         self._killed = True
         await _kill_group(self._process)
-        await self._reader
+        # a child that user code moved out of the group may hold the pipe open; do not wait for it
+        done, _ = await asyncio.wait({self._reader}, timeout=PIPE_CLOSE_TIMEOUT_S)
+        if not done:
+            self._reader.cancel()
+            self._fail_open_calls(f"its worker process was killed by {signal.SIGKILL.name}")
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -101,7 +106,9 @@ class WorkerProcess:
             future = self._open.get(reply["id"])
             if future is not None and not future.done():
                 future.set_result(RewardResult(**reply["result"]))
-        ending = await _ending(self._process)
+        self._fail_open_calls(await _ending(self._process))
+
+    def _fail_open_calls(self, ending: str) -> None:
         for future in self._open.values():
             if not future.done():
                 future.set_exception(WorkerDied(ending, by_us=self._killed))
