@@ -44,7 +44,5 @@ def split_sequences(
     return [*parts, *([] for _ in range(NUM_MICRO_BATCHES - used))]
 
 
-def micro_batches(
-    sequences: list[TrainSequence], layout: ParallelLayout, dp_rank: int
-) -> list[MicroBatch]:
+def micro_batches(sequences: list[TrainSequence], layout: ParallelLayout, dp_rank: int) -> list[MicroBatch]:
     return [pack(part, layout.pad_multiple) for part in split_sequences(sequences, layout, dp_rank)]

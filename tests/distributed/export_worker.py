@@ -1,0 +1,45 @@
+"""One rank of the export test, through a list of layouts: arguments RANK DIRECTORY PORT."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights.export import write_hf
+from asyncrl.weights.receiver import WeightUpdateError
+from tests.distributed.publish_worker import Case, trainer_chunks
+
+SIZE = 4
+LAYOUTS = [
+    {"name": "tp2-pp2", "tp": 2, "pp": 2, "family": "llama"},
+    {"name": "pp2-vpp2-dp2", "pp": 2, "vpp": 2, "dp": 2, "family": "qwen2"},
+    {"name": "tp4-fewer-kv-heads", "tp": 4, "family": "qwen3", "geometry": {"num_kv_heads": 2}},
+]
+
+
+def main(rank: int, directory: Path, port: int) -> None:
+    timeout = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
+    for layout in LAYOUTS:
+        case = Case({**layout, "ports": []})
+        shards, tensors = trainer_chunks(case, rank, seed=3)
+        for dtype, max_file_bytes in ((torch.float32, 20_000), (torch.bfloat16, 1 << 30)):
+            target = directory / f"{case.name}-{dtype.itemsize}"
+            write_hf(target, directory / "source", case.geometry, shards, tensors, dtype, max_file_bytes)
+    try:
+        write_hf(target, directory / "source", case.geometry, shards, tensors, torch.float32)
+    except WeightUpdateError as error:
+        assert "exists already" in str(error)
+    else:
+        raise AssertionError("an export overwrote a directory")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
