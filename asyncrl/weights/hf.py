@@ -33,6 +33,10 @@ class CheckpointFiles:
     def names(self) -> list[str]:
         return list(self._file_of)
 
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Raises `ModelError` where the tensor is missing."""
+        return tuple(self._slice_of(tensor).get_shape())
+
     def read_block(self, block: Block) -> torch.Tensor:
         """The block's elements, [rows, cols], in the file's dtype.
 

@@ -11,6 +11,7 @@ deadlock.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,20 @@ class RankLayout:
         for shard, dtype in zip(self.shards, self.dtypes, strict=True):
             if dtype not in ELEMENT_BYTES:
                 raise ModelError(f"{shard.name} is {dtype}; weights move as {' or '.join(ELEMENT_BYTES)}")
+
+
+def encode_layout(layout: RankLayout) -> bytes:
+    """As JSON, for the other ranks."""
+    return json.dumps(dataclasses.asdict(layout)).encode()
+
+
+def decode_layout(message: bytes) -> RankLayout:
+    fields = json.loads(message)
+    shards = tuple(
+        ShardLayout(item["name"], tuple(item["shape"]), tuple(Block(**block) for block in item["blocks"]))
+        for item in fields["shards"]
+    )
+    return RankLayout(shards, tuple(fields["dtypes"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ the result on every rank, its group is left, and the other engines go on.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from asyncrl.weights.collective import gather_messages
+from asyncrl.weights.collective import exchange_layouts, gather_messages
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.handshake import Handshake
-from asyncrl.weights.layout import Block, ShardLayout
-from asyncrl.weights.plan import RankLayout, TransferPlan
+from asyncrl.weights.layout import ShardLayout
+from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.receiver import WeightUpdateError
 from asyncrl.weights.transport import BucketSender, EngineEndpoint
 
@@ -84,8 +83,7 @@ class Publisher:
                 f"rank {rank} of {world_size} is rank {dist.get_rank()} of {dist.get_world_size()} in the job"
             )
         self._tensors = [_usable(tensors[layout.name], layout) for layout in layouts]
-        own = RankLayout(tuple(layouts), tuple(_dtype_name(tensor) for tensor in self._tensors))
-        senders = tuple(_decode(message) for message in gather_messages(_encode(own)))
+        senders = exchange_layouts(layouts, self._tensors)
         self._handshake = Handshake(rank, senders, geometry, bucket_bytes, timeout_s)
         self._connections: dict[str, _Connection] = {}
 
@@ -166,20 +164,3 @@ def _usable(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
             f" with strides {tensor.stride()}"
         )
     return tensor.detach()
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _encode(layout: RankLayout) -> bytes:
-    return json.dumps(dataclasses.asdict(layout)).encode()
-
-
-def _decode(message: bytes) -> RankLayout:
-    fields = json.loads(message)
-    shards = tuple(
-        ShardLayout(item["name"], tuple(item["shape"]), tuple(Block(**block) for block in item["blocks"]))
-        for item in fields["shards"]
-    )
-    return RankLayout(shards, tuple(fields["dtypes"]))
