@@ -7,6 +7,7 @@ ENV_STAMP := $(VENV)/.stamp-env
 BUILD_STAMP := $(VENV)/.stamp-build
 MODEL := models/SmolLM2-135M-Instruct
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: help env demo test lint format bench clean chaos-ring chaos-sim

@@ -23,7 +23,11 @@ WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunDirError)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (options.command is not _run or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # overrides behind an option, which argparse does not collect
+        options.overrides += rest
     try:
         code: int = options.command(options)
     except WRONG_INPUT as error:

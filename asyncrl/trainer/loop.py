@@ -19,8 +19,9 @@ from asyncrl.algo.objectives import build_objective
 from asyncrl.config import Config
 from asyncrl.control.client import ControlClient
 from asyncrl.control.messages import CheckpointDone, Phase, StepDone, TrainerStart
+from asyncrl.ring.batch import Batch
 from asyncrl.ring.errors import RingTimeout
-from asyncrl.ring.group import Group
+from asyncrl.ring.ring import Ring
 from asyncrl.trainer.batch import BatchStats, batch_stats, train_sequences
 from asyncrl.trainer.checkpoints import Checkpoints
 from asyncrl.trainer.collectives import broadcast_json, max_over_ranks, sum_over_leaders
@@ -32,6 +33,8 @@ from asyncrl.types import Sample
 from megatron_ext.packing import MicroBatch, pack
 from megatron_ext.parallel import RankInfo
 from megatron_ext.policy import MegatronPolicy, StepStats
+
+BATCH_POLL_S = 1.0  # how soon a wait for a batch notices that the run is to stop
 
 
 class BatchTimeout(RuntimeError):
@@ -72,7 +75,7 @@ class TrainingLoop:
         config: Config,
         rank: RankInfo,
         policy: MegatronPolicy,
-        group: Group,
+        ring: Ring,
         publisher: PolicyPublisher,
         checkpoints: Checkpoints,
         verifier: Verifier | None,
@@ -82,7 +85,9 @@ class TrainingLoop:
         self._config = config
         self._rank = rank
         self._policy = policy
-        self._group = group
+        self._ring = ring
+        self._group = ring.group("trainer", rank=_rank_in_replica(rank, config), size=_replica_size(config))
+        self._share = config.train.samples_per_step // config.parallel.dp
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._verifier = verifier
@@ -128,33 +133,34 @@ class TrainingLoop:
 
     def _next_batch(self) -> list[Sample] | None:
         """This replica's share of the next batch, or None when the run is to stop here."""
-        count = self._config.train.samples_per_step // self._config.parallel.dp
-        decision = {"go": self._await_batch(self._control, count)} if self._control else {}
-        if not broadcast_json(decision)["go"]:
+        batch = self._batch_or_stop(self._control) if self._control else None
+        if not broadcast_json({"go": batch is not None})["go"]:
             return None
-        with self._group.get_batch(count, timeout=self._config.train.batch_timeout_s) as batch:
-            samples = [record.sample() for record in batch]
+        if batch is None:
+            batch = self._group.get_batch(self._share, timeout=self._config.train.batch_timeout_s)
+        with batch:
+            samples = batch.samples()
             batch.ack()
         return samples
 
-    def _await_batch(self, control: ControlClient, count: int) -> bool:
-        """Wait until rank 0's ring holds a batch; False when the run is to stop instead.
+    def _batch_or_stop(self, control: ControlClient) -> Batch | None:
+        """Rank 0's share, as soon as it is there; None when the run is to stop instead.
 
         Raises:
             BatchTimeout: neither happened within the deadline.
         """
         deadline = time.monotonic() + self._config.train.batch_timeout_s
+        reason = ""
         while time.monotonic() < deadline:
             if self._stop_signal.received or control.state().stop_requested:
-                return False
+                return None
             try:
-                self._group.wait_for(count, timeout=1.0)
-            except RingTimeout:
-                continue
-            return True
+                return self._group.get_batch(self._share, timeout=BATCH_POLL_S)
+            except RingTimeout as error:
+                reason = str(error)
         raise BatchTimeout(
-            f"no batch of {count} samples within {self._config.train.batch_timeout_s:.0f} s: the rollouter"
-            f" delivered {self._group.available()}; see its log, or raise train.batch_timeout_s"
+            f"no batch of {self._share} samples within {self._config.train.batch_timeout_s:.0f} s ({reason});"
+            " see the rollouter's log, or raise train.batch_timeout_s"
         )
 
     def _update(self, samples: list[Sample], version: int) -> tuple[StepStats, float]:
@@ -181,7 +187,7 @@ class TrainingLoop:
     def _record(
         self, step: int, stats: BatchStats, result: StepStats, waste: float, times: StepTimes
     ) -> None:
-        depth = sum_over_leaders([float(self._group.available())], self._rank.is_replica_leader)[0]
+        depth = sum_over_leaders([self._ring.stats().depth], self._rank.is_replica_leader)[0]
         if self._recorder and self._control:
             self._recorder.record(
                 step=step,
@@ -205,3 +211,12 @@ class TrainingLoop:
             oldest = self._checkpoints.oldest_step()
             self._control.post("trainer/checkpoint", CheckpointDone(step=step, oldest_step=oldest))
         return step
+
+
+def _replica_size(config: Config) -> int:
+    return config.parallel.world_size // config.parallel.dp
+
+
+def _rank_in_replica(rank: RankInfo, config: Config) -> int:
+    """0 for the leader."""
+    return (rank.pp_rank * config.parallel.cp + rank.cp_rank) * config.parallel.tp + rank.tp_rank

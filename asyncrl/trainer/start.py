@@ -51,7 +51,6 @@ def run_rank(config: Config) -> None:
     leader = control if rank.rank == 0 else None
     ring_paths = _ring_paths(config)
     ring = _open_ring(config, ring_paths[rank.dp_rank], rank)
-    num_members = config.parallel.world_size // config.parallel.dp
     publisher = Publisher(
         rank.rank,
         rank.world_size,
@@ -65,7 +64,7 @@ def run_rank(config: Config) -> None:
         config,
         rank,
         policy,
-        ring.group("trainer", rank=_rank_in_replica(rank, layout), size=num_members),
+        ring,
         PolicyPublisher(publisher, leader, config),
         checkpoints,
         _verifier(config, policy, rank) if config.weights.verify else None,
@@ -112,11 +111,6 @@ def _open_ring(config: Config, path: Path, rank: RankInfo) -> Ring:
         ).detach()
     dist.barrier()
     return Ring.open(path, role="reader", name=f"trainer-rank{rank.rank}")
-
-
-def _rank_in_replica(rank: RankInfo, layout: ParallelLayout) -> int:
-    """0 for the leader."""
-    return (rank.pp_rank * layout.cp + rank.cp_rank) * layout.tp + rank.tp_rank
 
 
 def _verifier(config: Config, policy: MegatronPolicy, rank: RankInfo) -> Verifier:
