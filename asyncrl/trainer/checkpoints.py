@@ -1,17 +1,22 @@
 """Which checkpoint to resume from, and saving the next one with a Hugging Face folder beside it.
 
-runs/NAME/checkpoints/iter_0000010/      Megatron's distributed checkpoint (any layout can load it)
-                      iter_0000010/hf/   the same weights for everybody else
+runs/NAME/checkpoints/iter_0000010/       Megatron's distributed checkpoint (any layout can load it)
+                      iter_0000010_hf/    the same weights for everybody else
                       latest_checkpointed_iteration.txt
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import CheckpointConfig
-from megatron_ext.checkpoint import checkpoint_steps, load_checkpoint, save_checkpoint
+import torch
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.weights.export import write_hf
+from megatron_ext.checkpoint import latest, load, save
 from megatron_ext.policy import MegatronPolicy
 
 
@@ -19,13 +24,28 @@ class CheckpointMissing(RuntimeError):
     """checkpoint.resume names a place without a checkpoint."""
 
 
+def export_hf(policy: MegatronPolicy, directory: Path, config: Config) -> None:
+    """Write the current weights as a Hugging Face folder, replacing one that is there; collective."""
+    if dist.get_rank() == 0:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    dist.barrier()
+    write_hf(
+        directory,
+        config.model.path,
+        policy.geometry,
+        policy.layouts(),
+        policy.tensors(),
+        getattr(torch, config.model.dtype),
+    )
+
+
 class Checkpoints:
     """The checkpoints of one run; all ranks call each method together."""
 
-    def __init__(self, directory: Path, model_dir: Path, settings: CheckpointConfig) -> None:
-        self._directory = directory
-        self._model_dir = model_dir
-        self._settings = settings
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._directory = config.run_dir / "checkpoints"
 
     def restore(self, policy: MegatronPolicy) -> int:
         """Load what ``checkpoint.resume`` says into the policy; returns the number of steps done, 0 for none.
@@ -33,36 +53,37 @@ class Checkpoints:
         Raises:
             CheckpointMissing: a path was named and no checkpoint is there.
         """
-        if self._settings.resume == "never":
+        resume = self._config.checkpoint.resume
+        if resume == "never":
             return 0
-        source = self._directory if self._settings.resume == "auto" else self._named(self._settings.resume)
-        steps = checkpoint_steps(source)
-        if not steps:
-            if self._settings.resume == "auto":
+        path = latest(self._directory) if resume == "auto" else _named(Path(resume))
+        if path is None:
+            if resume == "auto":
                 return 0
             raise CheckpointMissing(
-                f"checkpoint.resume = {self._settings.resume}: no complete checkpoint there;"
-                " name a run directory or its checkpoints folder, or use auto or never"
+                f"checkpoint.resume = {resume}: no complete checkpoint there; name a run directory, its"
+                " checkpoints folder or one checkpoint in it, or use auto or never"
             )
-        common: dict[str, Any] = load_checkpoint(policy, source, steps[-1])
-        return int(common["step"])
-
-    @staticmethod
-    def _named(resume: str) -> Path:
-        path = Path(resume)
-        return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        return int(load(policy, path)["step"])
 
     def save(self, policy: MegatronPolicy, step: int, common: dict[str, Any]) -> None:
         """Write checkpoint ``step``; when this returns it is durable and older ones are pruned."""
-        save_checkpoint(
-            policy,
-            self._directory,
-            step,
-            common,
-            keep=self._settings.keep,
-            hf_source=self._model_dir if self._settings.export_hf else None,
-        )
+        settings = self._config.checkpoint
+        path = save(policy, self._directory, {**common, "step": step}, keep=settings.keep)
+        if settings.export_hf:
+            export_hf(policy, path.with_name(f"{path.name}_hf"), self._config)
+        if dist.get_rank() == 0:
+            for folder in self._directory.glob("iter_*_hf"):
+                if not folder.with_name(folder.name.removesuffix("_hf")).exists():
+                    shutil.rmtree(folder)
 
     def oldest_step(self) -> int:
         """The step of the oldest complete checkpoint."""
-        return checkpoint_steps(self._directory)[0]
+        return min(int(path.name.removeprefix("iter_")) for path in self._directory.glob("iter_???????"))
+
+
+def _named(path: Path) -> Path | None:
+    """The checkpoint that a run directory, a checkpoints folder or a checkpoint's own folder means."""
+    if path.name.startswith("iter_"):
+        return path if path.is_dir() else None
+    return latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)

@@ -46,7 +46,7 @@ def run_rank(config: Config) -> None:
     policy = MegatronPolicy.build(
         config.model.path, geometry, layout, getattr(torch, config.model.dtype), _optimizer(config)
     )
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.model.path, config.checkpoint)
+    checkpoints = Checkpoints(config)
     first_step = checkpoints.restore(policy)
     leader = control if rank.rank == 0 else None
     ring_paths = _ring_paths(config)
@@ -118,8 +118,7 @@ def _verifier(config: Config, policy: MegatronPolicy, rank: RankInfo) -> Verifie
         policy,
         probe_prompts(policy.geometry.vocab_size),
         VERIFY_TOLERANCE[config.model.dtype],
-        config.model.path,
-        config.run_dir / "verify",
+        config,
         EventLog(config.run_dir) if rank.rank == 0 else None,
     )
 

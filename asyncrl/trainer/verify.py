@@ -9,14 +9,14 @@ that an engine loaded from that folder can be compared too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
+from asyncrl.config import Config
 from asyncrl.control.messages import PublicationResult
 from asyncrl.observe.events import EventLog
+from asyncrl.trainer.checkpoints import export_hf
 from asyncrl.types import PolicyVersion
-from megatron_ext.checkpoint import export_hf
 from megatron_ext.packing import TrainSequence, pack
 from megatron_ext.policy import MegatronPolicy
 
@@ -33,15 +33,13 @@ class Verifier:
         policy: MegatronPolicy,
         prompts: Sequence[tuple[int, ...]],
         tolerance: float,
-        model_dir: Path,
-        export_dir: Path,
+        config: Config,
         events: EventLog | None,
     ) -> None:
         self._policy = policy
         self._prompts = prompts
         self._tolerance = tolerance
-        self._model_dir = model_dir
-        self._export_dir = export_dir
+        self._config = config
         self._events = events  # on rank 0 only
 
     def compare(self, version: PolicyVersion, result: PublicationResult | None) -> None:
@@ -51,7 +49,7 @@ class Verifier:
             WeightMismatch: a logprob differs by more than the tolerance, naming prompt and position.
         """
         trainer = [self._trainer_logprobs(prompt) for prompt in self._prompts]
-        export_hf(self._policy, self._model_dir, self._export_dir / f"version_{version}")
+        export_hf(self._policy, self._config.run_dir / "verify" / f"version_{version}", self._config)
         if result is None or self._events is None:
             return
         for name, verification in result.verification.items():

@@ -77,7 +77,7 @@ def test_a_run_leaves_what_people_look_for(finished: Run, capsys: pytest.Capture
     for name in ("config.toml", "report.html", "rollouts/step_1.jsonl", "logs/attempt_1/trainer-rank0.log"):
         assert (finished.directory / name).stat().st_size >= 0, name
     assert list((finished.directory / "tensorboard").iterdir())
-    assert list((finished.directory / "checkpoints").glob("iter_*/hf/model*.safetensors"))
+    assert list((finished.directory / "checkpoints").glob("iter_*_hf/model*.safetensors"))
     assert main(["show", str(finished.directory), "--step", "3"]) == 0
     assert "reward" in capsys.readouterr().out
     assert main(["top", str(finished.directory), "--once"]) == 0
