@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from asyncrl.observe.view import duration
 TEMPLATE = "report.html.j2"
 SMOOTHING_STEPS = 5
 SAMPLE_GROUPS = 3
+MAX_POINTS = 300
+"""A curve of a longer run shows means over several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +141,20 @@ def _heldout(events: Sequence[Event]) -> list[HeldOut]:
 
 
 def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
-    numbers = [step.step for step in steps]
+    points = _points(steps)
+    numbers = [point[-1].step for point in points]
 
-    def values(get: Callable[[StepMetrics], float]) -> list[float]:
-        return [get(step) for step in steps]
+    def values(
+        get: Callable[[StepMetrics], float], reduce: Callable[[list[float]], float] = statistics.fmean
+    ) -> list[float]:
+        return [reduce([get(step) for step in point]) for point in points]
 
     rewards = values(lambda s: s.reward_mean)
     raw = Series("per step", rewards, 1, faint=True)
     mean = Series(f"mean of {SMOOTHING_STEPS}", smoothed(rewards, SMOOTHING_STEPS), 1)
     staleness = [
         Series("mean", values(lambda s: s.staleness_mean), 2),
-        Series("max", values(lambda s: s.staleness_max), 3, stepped=True),
+        Series("max", values(lambda s: s.staleness_max, max), 3, stepped=True),
     ]
     idle = [
         Series("trainer", values(lambda s: s.trainer_idle_ratio), 1),
@@ -174,6 +180,12 @@ def _charts(steps: Sequence[StepMetrics]) -> list[Chart]:
         Chart("Partial rollouts", "Samples that a new policy version reached midway.",
               _svg(numbers, partial, "share of samples", percent=True, y_range=(0, 0.5))),
     ]  # fmt: skip
+
+
+def _points(steps: Sequence[StepMetrics]) -> list[Sequence[StepMetrics]]:
+    """The steps in at most `MAX_POINTS` runs of equal length, one for each point of a curve."""
+    size = -(-len(steps) // MAX_POINTS)
+    return [steps[first : first + size] for first in range(0, len(steps), size)]
 
 
 def _svg(

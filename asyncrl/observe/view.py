@@ -36,7 +36,8 @@ class RunView:
 
     def add_step(self, metrics: StepMetrics) -> None:
         """A resumed run may write steps again; what came after the new one is dropped."""
-        self.steps = [step for step in self.steps if step.step < metrics.step]
+        while self.steps and self.steps[-1].step >= metrics.step:
+            self.steps.pop()
         self.steps.append(metrics)
 
     @property

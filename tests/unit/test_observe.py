@@ -409,6 +409,14 @@ class TestReport:
         for text in ("engine 0 died: SIGKILL, out of memory", ">failed<", "starting Ray"):
             assert text in page, text
 
+    def test_a_long_run_stays_a_small_file(self, tmp_path: Path) -> None:
+        run = write_fake_run(tmp_path / "a", 1, finished=False)
+        for step in range(2, 2002):
+            append_line(run.metrics, some_step(step).to_json())
+        page = write_report(run).read_text()
+        assert len(page) < 600_000
+        assert "step 2001\nmean:" in page
+
     def test_spans_of_a_step_fill_it(self) -> None:
         metrics = some_step(4, extra={"time/unix": START})
         spans = step_spans(metrics)
