@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # a set that wakes in order of arrival
 
     def notify(self) -> None:
         """Something happened: let every waiter look again."""
@@ -37,11 +37,11 @@ class Progress:
         """
         while not condition():
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = None
             try:
                 await within(self._timeout_s, waiter, waiting_for)
             finally:
-                self._waiters.discard(waiter)
+                del self._waiters[waiter]
 
 
 async def within(timeout_s: float, work: Awaitable[T], waiting_for: Callable[[], str]) -> T:
