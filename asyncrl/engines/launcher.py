@@ -47,7 +47,15 @@ def prepare_process() -> None:
     plugin.activate()
 
 
-def main(arguments: list[str]) -> None:
+def take_token() -> str:
+    """The token from the environment, which the server's children need not inherit."""
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    if not token:
+        sys.exit(f"{TOKEN_VARIABLE} is not set: an engine serves only clients that present its token")
+    return token
+
+
+def main(arguments: list[str], token: str) -> None:
     """Run the server until it ends."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -55,9 +63,6 @@ def main(arguments: list[str]) -> None:
 
     from asyncrl.engines import plugin
 
-    token = os.environ.pop(TOKEN_VARIABLE, None)
-    if not token:
-        sys.exit(f"{TOKEN_VARIABLE} is not set: an engine serves only clients that present its token")
     logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_Redact(token))
     load_plugins()
     plugin.require_hooks()
@@ -77,7 +82,9 @@ class _Redact(logging.Filter):
         return True
 
 
-prepare_process()
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    token = take_token()  # before the imports, which take a while
+    prepare_process()
+    main(sys.argv[1:], token)
+else:
+    prepare_process()

@@ -7,8 +7,7 @@
 * The order (action, version, plan hash, deadline) travels as JSON in the request's only name. No tensor
   passes through SGLang's loader: a rank receives the bytes of its own shard and nothing else.
 * Joining a weight group has a deadline of ours; SGLang's would block the scheduler for half an hour.
-* On a CPU: seeded sampling is allowed with the torch-native attention backend, and the server's processes
-  are forked from the launcher, which is single-threaded when it forks, and import SGLang once for all.
+* On a CPU there is more to change: `cpu_hooks`.
 
 A hook that SGLang could not apply is only a line in its log, so the launcher asks `require_hooks`.
 """
@@ -16,9 +15,7 @@ A hook that SGLang could not apply is only a line in its log, so the launcher as
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from asyncrl.engines import cpu_hooks
 
 LOAD_FORMAT = "asyncrl"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -69,7 +67,7 @@ def activate() -> None:
         "sglang.srt.utils.common.init_custom_process_group", _with_join_timeout, HookType.BEFORE
     )
     if os.environ.get(CPU_VARIABLE) == "1":
-        _activate_on_cpu()
+        cpu_hooks.activate()
 
 
 def require_hooks() -> None:
@@ -173,21 +171,3 @@ def _all_ranks_agree(agreed: bool) -> bool:
 def _with_join_timeout(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     seconds = float(os.environ.get(JOIN_TIMEOUT_VARIABLE, DEFAULT_JOIN_TIMEOUT_S))
     return args, {**kwargs, "timeout": timedelta(seconds=seconds)}
-
-
-def _activate_on_cpu() -> None:
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    # Its operators are Triton kernels. Without them a seed fixes the random numbers, not the last bit of
-    # the logits they are compared with, which on a CPU depends on the size of the batch.
-    HookRegistry.register(
-        "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
-        lambda *args, **kwargs: None,
-        HookType.REPLACE,
-    )
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
-
-
-def _fork(result: None, *args: Any, **kwargs: Any) -> None:
-    if threading.active_count() == 1:
-        multiprocessing.set_start_method("fork", force=True)

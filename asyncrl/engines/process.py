@@ -109,6 +109,7 @@ def _cpu_arguments(config: EngineConfig) -> list[str]:
         *("--mem-fraction-static", "0.9"),
         *("--max-total-tokens", str(config.max_total_tokens or 8192)),
         "--skip-server-warmup",  # nothing is compiled or captured
+        "--disable-overlap-schedule",  # nothing to overlap with; prefixes are cached a step earlier
         "--sleep-on-idle",  # an idle scheduler would otherwise take half a core from the trainer
     ]
 

@@ -44,16 +44,16 @@ async def test_death_of_the_scheduler_is_an_error_within_seconds(
 async def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "engine.log"
     command = engine_command(
-        EngineConfig(extra_args=("--no-such-option",)),
+        EngineConfig(),
         model_path=tmp_path / "no-model",
         dtype="float32",
         port=port,
-        token="token",
+        token="",
         device="cpu",
     )
     process = start_process(command, log)
     engine = SGLangEngine("e0", f"http://127.0.0.1:{port}", "token")
-    with pytest.raises(EngineError, match=r"(?s)^engine e0 ended with status \d+ at start;.*no-such-option"):
+    with pytest.raises(EngineError, match=r"(?s)^engine e0 ended with status 1 at start;.*TOKEN is not set"):
         await wait_until_ready(engine, exit_status=process.poll, log=log, timeout_s=120)
     await engine.close()
 
