@@ -93,13 +93,12 @@ class AlgorithmConfig(Section):
     clip_dual: Annotated[float, Field(gt=1)] | None = None  # bound on -loss / advantage where it is < 0
     sapo_tau_positive: PositiveFloat = 1.0  # how fast SAPO's gate closes, by the advantage's sign
     sapo_tau_negative: PositiveFloat = 1.05
-    # decoupled: ratio to the proximal logprobs (the trainer's, before the update), times
-    # min(prox/behav, cap) of the token, or of the whole sample (sequence_truncated_is);
-    # none: ratio to the behaviour logprobs, sound on-policy only
+    # decoupled: ratio to the trainer's proximal logprobs, times min(prox/behav, cap) of the token or the
+    # whole sample; none: ratio to the behaviour logprobs, sound on-policy only
     correction: Literal["truncated_is", "sequence_truncated_is", "none"] = "truncated_is"
     is_cap: PositiveFloat = 2.0  # largest importance weight
-    # what is left out: tokens, or samples by their geometric mean, with prox/behav outside the bounds; or
-    # samples with a negative advantage and a mean log(behav/current) above reject_kl
+    # left out: tokens, or samples by geometric mean, with prox/behav out of bounds; or those samples of
+    # negative advantage whose mean log(behav/current) exceeds reject_kl
     rejection: Literal["none", "token", "geometric", "off_policy_sequence"] = "none"
     reject_low: PositiveFloat = 0.5
     reject_high: PositiveFloat = 5.0
@@ -110,15 +109,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> AlgorithmConfig:
         if self.reject_low >= self.reject_high:
-            raise ValueError(
-                f"reject_low = {self.reject_low} is not below reject_high = {self.reject_high}: every token"
-                " would be rejected; use for example 0.5 and 5.0"
-            )
+            raise ValueError(f"reject_low = {self.reject_low} is not below reject_high = {self.reject_high}")
         if self.clip_dual is not None and self.clip_dual <= 1 + self.clip_high:
-            raise ValueError(
-                f"clip_dual = {self.clip_dual} lies inside the clip range, 1 + clip_high ="
-                f" {1 + self.clip_high}; use for example 3.0"
-            )
+            raise ValueError(f"clip_dual = {self.clip_dual} is inside the clip range; use for example 3.0")
         return self
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_read(file: Path, override: str, message: str) -> None:
         ),
         ({"algorithm": {"correction": "none"}}, 'use "truncated_is" or max_staleness = 0'),
         ({"algorithm": {"reject_low": 5.0}}, "reject_low = 5.0 is not below reject_high = 5.0"),
-        ({"algorithm": {"clip_dual": 1.1}}, "lies inside the clip range, 1 \\+ clip_high = 1.2"),
+        ({"algorithm": {"clip_dual": 1.1}}, "clip_dual = 1.1 is inside the clip range"),
         ({"train": {"samples_per_prompt": 1}}, "leaves none; use 2 or more"),
         ({"eval": {"num_tasks": 5}}, "needs eval.path"),
         ({"data": {"reasoning_gym": "x"}}, "exactly one source of prompts"),
