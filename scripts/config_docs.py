@@ -27,6 +27,7 @@ TYPE_NAMES = {
     "NonNegative": "integer >= 0",
     "PositiveFloat": "number > 0",
     "Fraction": "number in (0, 1]",
+    "Decay": "number in [0, 1)",
     "int": "integer",
     "str": "text",
     "bool": "true or false",
