@@ -39,6 +39,7 @@ class ErrorRate:
     def __init__(self, max_rate: float) -> None:
         self._max_rate = max_rate
         self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._last_error: str | None = None
         self.num_errors = 0
 
     @property
@@ -48,11 +49,13 @@ class ErrorRate:
     def add(self, error: str | None) -> None:
         """Raises RolloutError when the rate exceeds its maximum."""
         self._failed.append(error is not None)
-        self.num_errors += error is not None
+        if error is not None:
+            self._last_error = error
+            self.num_errors += 1
         if len(self._failed) >= MIN_REWARDS and self.rate > self._max_rate:
             raise RolloutError(
                 f"the reward failed for {self.rate:.0%} of the last {len(self._failed)} samples, more than"
-                f" reward.max_error_rate = {self._max_rate:g}; the last failure: {error}"
+                f" reward.max_error_rate = {self._max_rate:g}; the last failure: {self._last_error}"
             )
 
 
