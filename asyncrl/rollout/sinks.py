@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.rollout.admission import Placement
-from asyncrl.types import PolicyVersion, Sample, SampleGroup
+from asyncrl.types import Sample, SampleGroup
 
 
 class SampleSink(Protocol):
@@ -18,9 +18,9 @@ class SampleSink(Protocol):
 class SampleRing(Protocol):
     """What is needed of `asyncrl.ring.ring.Ring`, opened as a producer."""
 
-    async def aput(
-        self, sample: Sample, *, version: PolicyVersion, key: tuple[str, int], timeout: float
-    ) -> None: ...
+    async def aput_many(
+        self, samples: Sequence[Sample], *, keys: Sequence[tuple[str, int]], timeout: float
+    ) -> int: ...
 
 
 class RingSink:
@@ -38,8 +38,6 @@ class RingSink:
     async def put_group(self, group: SampleGroup, placement: Placement) -> None:
         """Raises RingTimeout, naming who holds the ring's records, when it stays full."""
         ring = self._rings[placement.ring_idx]
-        for sample in group.samples:
-            seq = placement.position * len(group.samples) + sample.sample_idx
-            await ring.aput(
-                sample, version=sample.min_version, key=(self._producer_uid, seq), timeout=self._timeout_s
-            )
+        first = placement.position * len(group.samples)
+        keys = [(self._producer_uid, first + sample.sample_idx) for sample in group.samples]
+        await ring.aput_many(group.samples, keys=keys, timeout=self._timeout_s)

@@ -14,6 +14,7 @@ from asyncrl.rollout.journal import Journal
 from asyncrl.rollout.report import ReleasedBatch
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.rollout.settings import RolloutSettings
+from asyncrl.rollout.sinks import SampleSink
 from asyncrl.types import Prompt, SampleGroup
 
 SETTINGS = RolloutSettings(
@@ -59,10 +60,13 @@ class FunctionReward:
 class ListSink:
     groups: list[tuple[SampleGroup, Placement]] = field(default_factory=list)
     closed: str | None = None
+    forward: SampleSink | None = None
 
     async def put_group(self, group: SampleGroup, placement: Placement) -> None:
         if self.closed:
             raise RuntimeError(self.closed)
+        if self.forward is not None:
+            await self.forward.put_group(group, placement)
         self.groups.append((group, placement))
 
 

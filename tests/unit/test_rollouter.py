@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.rollout.settings import RolloutSettings
 from asyncrl.rollout.sinks import RingSink
 from asyncrl.rollout.waiting import RolloutError
-from asyncrl.types import FinishReason, PolicyVersion, Prompt, Sample
+from asyncrl.types import FinishReason, Prompt, Sample
 from tests.unit.rollout_job import FunctionReward, Job, ListSink, Prompts
 
 
@@ -327,12 +328,14 @@ async def test_stats_count_busy_engines(tmp_path: Path) -> None:
 
 class RecordingRing:
     def __init__(self) -> None:
-        self.puts: list[tuple[int, PolicyVersion, tuple[str, int]]] = []
+        self.keys: list[tuple[str, int]] = []
 
-    async def aput(
-        self, sample: Sample, *, version: PolicyVersion, key: tuple[str, int], timeout: float
-    ) -> None:
-        self.puts.append((sample.group_id, version, key))
+    async def aput_many(
+        self, samples: Sequence[Sample], *, keys: Sequence[tuple[str, int]], timeout: float
+    ) -> int:
+        assert len(samples) == len(keys)
+        self.keys += keys
+        return len(samples)
 
 
 async def test_ring_keys_grow_with_the_position(tmp_path: Path) -> None:
@@ -344,10 +347,7 @@ async def test_ring_keys_grow_with_the_position(tmp_path: Path) -> None:
     for position, (group, _) in enumerate(job.sink.groups):
         await sink.put_group(group, Placement(position, position // 2, position % 2))
     for ring_idx, ring in enumerate(rings):
-        assert [key for _, _, (_, key) in ring.puts] == [
-            2 * p + s for p in range(ring_idx, 6, 2) for s in (0, 1)
-        ]
-        assert {uid for _, _, (uid, _) in ring.puts} == {"uid"}
+        assert ring.keys == [("uid", 2 * p + s) for p in range(ring_idx, 6, 2) for s in (0, 1)]
 
 
 async def test_seeds_are_one_per_sample_and_the_same_after_a_cut(tmp_path: Path) -> None:
