@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl._C import CopyProgram
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import ELEMENT_BYTES, Bucket, Place, RankLayout, TransferPlan, wire_dtype
@@ -19,12 +18,9 @@ from asyncrl.weights.plan import ELEMENT_BYTES, Bucket, Place, RankLayout, Trans
 _F32_AS_BF16 = 5  # Op::kF32AsBf16 in csrc/reshard/index.h; plain copies are numbered by their element size
 
 
-def sender_program(plan: TransferPlan, bucket: Bucket) -> CopyProgram:
-    """The executable copies of one bucket, from the sender's parameters into the bucket."""
-    layout = plan.senders[bucket.sender]
-    num_digests = len(plan.receivers[bucket.receiver].shards)
-    table = array("q", _table(plan, bucket, on_sender=True))
-    return CopyProgram(table, parameter_bytes(layout), bucket.num_bytes, num_digests)
+def sender_table(plan: TransferPlan, bucket: Bucket) -> array[int]:
+    """Segments of one bucket, from the sender's parameters into the bucket."""
+    return array("q", _table(plan, bucket, on_sender=True))
 
 
 def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
@@ -51,14 +47,6 @@ def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
         "buckets": buckets,
     }
     return json.dumps(instructions).encode()
-
-
-def parameter_bytes(layout: RankLayout) -> list[int]:
-    """Size of each parameter, in bytes."""
-    return [
-        shard.rows * shard.cols * ELEMENT_BYTES[dtype]
-        for shard, dtype in zip(layout.shards, layout.dtypes, strict=True)
-    ]
 
 
 def first_padding_row(shard: ShardLayout) -> int:

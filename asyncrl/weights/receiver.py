@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl._C import CopyProgram
+import asyncrl._C as _C
 
 MAX_MESSAGE_BYTES = 1 << 31
 """Longest manifest or instructions; a larger announced length is a protocol error."""
@@ -105,11 +105,44 @@ def header_of(version: int, plan_hash: str) -> torch.Tensor:
     return torch.tensor(numbers.tolist(), dtype=torch.int64)
 
 
+class BucketCopies:
+    """The copies between one bucket and this rank's parameters, run on the device that holds them.
+
+    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them.
+    """
+
+    def __init__(
+        self, table: array[int], parameters: Sequence[torch.Tensor], num_bytes: int, num_digests: int
+    ) -> None:
+        self._parameters = parameters
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        program = _C.CopyProgram(table, sizes, num_bytes, num_digests)
+        on_cuda = bool(parameters) and parameters[0].is_cuda
+        if on_cuda and not _C.with_cuda:
+            raise WeightUpdateError("asyncrl._C was built without CUDA; rebuild it where nvcc is found")
+        self._program = _C.CudaProgram(program) if on_cuda else program
+        self._on_cuda = on_cuda
+
+    def pack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
+        """Fill a bucket, uint8, and add to the digests, int64."""
+        self._program.pack(*self._arguments(space, digests))
+
+    def unpack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
+        """Write the parameters from a bucket, uint8, and add to the digests, int64."""
+        self._program.unpack(*self._arguments(space, digests))
+
+    def _arguments(self, space: torch.Tensor, digests: torch.Tensor) -> tuple[Any, ...]:
+        # Addresses are read every time: a parameter's storage may have been replaced since.
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        stream = (torch.cuda.current_stream().cuda_stream,) if self._on_cuda else ()
+        return addresses, space.data_ptr(), digests.data_ptr(), *stream
+
+
 @dataclass(frozen=True, slots=True)
 class _ReceiverBucket:
     sender: int
     num_bytes: int
-    program: CopyProgram
+    copies: BucketCopies
 
 
 class Receiver:
@@ -169,7 +202,12 @@ class Receiver:
         raise WeightUpdateError(f"{what}: {reason}") from failure
 
     def _exchange(self, deadline: Deadline) -> None:
+        device = transfer_device(self._group).type
         for name, tensor in self._parameters.items():
+            if tensor.device.type != device:
+                raise WeightUpdateError(
+                    f"{name} is on {tensor.device}, the weight group moves {device} tensors"
+                )
             if not tensor.is_contiguous():
                 raise WeightUpdateError(f"{name} is not contiguous, so it cannot be received in place")
         manifest = [
@@ -184,13 +222,12 @@ class Receiver:
             raise WeightUpdateError(instructions["refused"])
         self._names = list(instructions["parameters"])
         self._order = [self._parameters[name].detach() for name in self._names]
-        sizes = [tensor.numel() * tensor.element_size() for tensor in self._order]
         self._padding = [(shard_idx, row) for shard_idx, row in instructions["padding"]]
         self._buckets = [
             _ReceiverBucket(
                 item["sender"],
                 item["num_bytes"],
-                CopyProgram(array("q", item["segments"]), sizes, item["num_bytes"], len(sizes)),
+                BucketCopies(array("q", item["segments"]), self._order, item["num_bytes"], len(self._order)),
             )
             for item in instructions["buckets"]
         ]
@@ -217,10 +254,9 @@ class Receiver:
         if not torch.equal(header.cpu(), expected):
             raise WeightUpdateError(f"sender {sender} sends version {int(header[0])}, or by another plan")
 
-    def _receive_buckets(self, deadline: Deadline) -> array[int]:
+    def _receive_buckets(self, deadline: Deadline) -> torch.Tensor:
         """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
-        digests = array("Q", bytes(8 * len(self._order)))
-        addresses = [tensor.data_ptr() for tensor in self._order]
+        digests = torch.zeros(len(self._order), dtype=torch.int64, device=transfer_device(self._group))
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
         staging = torch.empty(2, largest, dtype=torch.uint8, device=transfer_device(self._group))
         arriving: list[tuple[dist.Work, str]] = []
@@ -232,18 +268,16 @@ class Receiver:
                 arriving.append((start_receive(self._group, bucket.sender, space), what))
             if bucket_idx > 0:
                 deadline.wait(*arriving[bucket_idx - 1])
-                program = self._buckets[bucket_idx - 1].program
-                program.unpack(addresses, staging[(bucket_idx - 1) % 2].data_ptr(), digests)
+                self._buckets[bucket_idx - 1].copies.unpack(staging[(bucket_idx - 1) % 2], digests)
         return digests
 
-    def _verify(self, digests: array[int], senders: Sequence[int], deadline: Deadline) -> None:
-        received = torch.frombuffer(digests, dtype=torch.int64)
+    def _verify(self, received: torch.Tensor, senders: Sequence[int], deadline: Deadline) -> None:
         expected = torch.zeros_like(received)
         for sender in senders:
-            part = torch.zeros(len(digests), dtype=torch.int64, device=transfer_device(self._group))
+            part = torch.zeros_like(received)
             what = f"waiting for the digests of sender {sender}"
             deadline.wait(start_receive(self._group, sender, part), what)
-            expected += part.cpu()
+            expected += part
         wrong = (received != expected).nonzero().flatten().tolist()
         if wrong:
             raise WeightUpdateError(

@@ -10,7 +10,6 @@ Every wait is under a deadline; after any error the group is broken and must be 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +24,10 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from asyncrl.weights.pack import sender_program
+from asyncrl.weights.pack import sender_table
 from asyncrl.weights.plan import Bucket, TransferPlan
 from asyncrl.weights.receiver import (
+    BucketCopies,
     Deadline,
     WeightUpdateError,
     header_of,
@@ -90,10 +90,13 @@ class BucketSender:
     ) -> None:
         self._plan = plan
         self._group = group
-        self._parameters = parameters
         self._buckets = [
-            (bucket, sender_program(plan, bucket)) for bucket in plan.buckets if bucket.sender == rank
+            (bucket, self._copies(bucket, parameters)) for bucket in plan.buckets if bucket.sender == rank
         ]
+
+    def _copies(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> BucketCopies:
+        num_digests = len(self._plan.receivers[bucket.receiver].shards)
+        return BucketCopies(sender_table(self._plan, bucket), parameters, bucket.num_bytes, num_digests)
 
     @property
     def num_buckets(self) -> int:
@@ -112,21 +115,24 @@ class BucketSender:
             self._send_now(receiver, header, "the header", deadline)
         digests = self._send_buckets(deadline)
         for receiver in receivers:
-            table = torch.frombuffer(digests[receiver], dtype=torch.int64)
-            self._send_now(receiver, table.to(transfer_device(self._group)), "digests", deadline)
+            self._send_now(receiver, digests[receiver], "digests", deadline)
         return sum(bucket.num_bytes for bucket, _ in self._buckets)
 
-    def _send_buckets(self, deadline: Deadline) -> list[array[int]]:
-        digests = [array("Q", bytes(8 * len(layout.shards))) for layout in self._plan.receivers]
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+    def _send_buckets(self, deadline: Deadline) -> list[torch.Tensor]:
+        """Returns, per receiver, the digest of each of its parameters as far as this rank sent it."""
+        device = transfer_device(self._group)
+        digests = [
+            torch.zeros(len(layout.shards), dtype=torch.int64, device=device)
+            for layout in self._plan.receivers
+        ]
         largest = max((bucket.num_bytes for bucket, _ in self._buckets), default=0)
-        staging = torch.empty(2, largest, dtype=torch.uint8, device=transfer_device(self._group))
+        staging = torch.empty(2, largest, dtype=torch.uint8, device=device)
         leaving: list[tuple[dist.Work, str]] = []
-        for bucket_idx, (bucket, program) in enumerate(self._buckets):
+        for bucket_idx, (bucket, copies) in enumerate(self._buckets):
             if bucket_idx >= 2:
                 deadline.wait(*leaving[bucket_idx - 2])
             space = staging[bucket_idx % 2, : bucket.num_bytes]
-            program.pack(addresses, space.data_ptr(), digests[bucket.receiver])
+            copies.pack(space, digests[bucket.receiver])
             leaving.append(self._start(bucket, bucket_idx, space))
         for pending in leaving[-2:]:
             deadline.wait(*pending)

@@ -5,6 +5,9 @@
 #include <cstring>
 #include <vector>
 
+#ifdef ASYNCRL_WITH_CUDA
+#include "reshard/cuda_program.h"
+#endif
 #include "reshard/program.h"
 
 namespace py = pybind11;
@@ -29,11 +32,34 @@ std::vector<Value> copy_table(const py::buffer& buffer, const char* what) {
   return table;
 }
 
-std::span<uint64_t> digest_table(const py::buffer_info& info) {
-  if (info.itemsize != sizeof(uint64_t) || info.ndim != 1 || info.readonly)
-    throw py::value_error("digests must be a writable 1-D buffer of 64-bit integers");
-  return {static_cast<uint64_t*>(info.ptr), static_cast<size_t>(info.size)};
+#ifdef ASYNCRL_WITH_CUDA
+void register_cuda(py::module_& module) {
+  using reshard::CudaProgram;
+  py::class_<CudaProgram>(module, "CudaProgram",
+                          "A CopyProgram on the current CUDA device; all addresses are on it.")
+      .def(py::init<const CopyProgram&, int>(), py::arg("program"), py::arg("max_blocks") = 0)
+      .def(
+          "pack",
+          [](CudaProgram& program, const std::vector<uint64_t>& parameters, uint64_t wire_address,
+             uint64_t digests_address, uint64_t stream) {
+            program.pack(parameters, reinterpret_cast<std::byte*>(wire_address),
+                         reinterpret_cast<uint64_t*>(digests_address),
+                         reinterpret_cast<void*>(stream));
+          },
+          py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          py::arg("stream"), "Enqueue the copies from the parameters into the bucket.")
+      .def(
+          "unpack",
+          [](CudaProgram& program, const std::vector<uint64_t>& parameters, uint64_t wire_address,
+             uint64_t digests_address, uint64_t stream) {
+            program.unpack(parameters, reinterpret_cast<const std::byte*>(wire_address),
+                           reinterpret_cast<uint64_t*>(digests_address),
+                           reinterpret_cast<void*>(stream));
+          },
+          py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          py::arg("stream"), "Enqueue the copies from the bucket into the parameters.");
 }
+#endif
 
 }  // namespace
 
@@ -52,28 +78,30 @@ void register_reshard(py::module_& module) {
       .def(
           "pack",
           [](const CopyProgram& program, const std::vector<uint64_t>& parameters,
-             uint64_t wire_address, const py::buffer& digests) {
-            const py::buffer_info info = digests.request(true);
-            const auto table = digest_table(info);
+             uint64_t wire_address, uint64_t digests_address) {
             const py::gil_scoped_release release;
-            program.pack(parameters, reinterpret_cast<std::byte*>(wire_address), table);
+            program.pack(parameters, reinterpret_cast<std::byte*>(wire_address),
+                         reinterpret_cast<uint64_t*>(digests_address));
           },
-          py::arg("parameters"), py::arg("wire_address"), py::arg("digests"),
-          "Copy parameters (addresses) into the bucket and add to the digests.")
+          py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          "Copy parameters (addresses) into the bucket and add to num_digests 64-bit digests.")
       .def(
           "unpack",
           [](const CopyProgram& program, const std::vector<uint64_t>& parameters,
-             uint64_t wire_address, const py::buffer& digests) {
-            const py::buffer_info info = digests.request(true);
-            const auto table = digest_table(info);
+             uint64_t wire_address, uint64_t digests_address) {
             const py::gil_scoped_release release;
-            program.unpack(parameters, reinterpret_cast<const std::byte*>(wire_address), table);
+            program.unpack(parameters, reinterpret_cast<const std::byte*>(wire_address),
+                           reinterpret_cast<uint64_t*>(digests_address));
           },
-          py::arg("parameters"), py::arg("wire_address"), py::arg("digests"),
-          "Copy the bucket into parameters (addresses) and add to the digests.")
+          py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          "Copy the bucket into parameters (addresses) and add to num_digests 64-bit digests.")
       .def_property_readonly("wire_bytes", &CopyProgram::wire_bytes)
+      .def_property_readonly("num_digests", &CopyProgram::num_digests)
       .def_property_readonly("num_segments",
                              [](const CopyProgram& program) { return program.segments().size(); });
+#ifdef ASYNCRL_WITH_CUDA
+  register_cuda(module);
+#endif
 }
 
 }  // namespace asyncrl

@@ -125,18 +125,18 @@ uint64_t unpack_segment(const Segment& segment, std::byte* parameter, const std:
 
 }  // namespace
 
-void CopyProgram::pack(std::span<const uint64_t> parameters, std::byte* wire,
-                       std::span<uint64_t> digests) const {
-  check_tables(parameters.size(), digests.size());
+void CopyProgram::pack(const std::vector<uint64_t>& parameters, std::byte* wire,
+                       uint64_t* digests) const {
+  check_parameters(parameters.size());
   for (const Segment& segment : segments_) {
     const auto* parameter = reinterpret_cast<const std::byte*>(parameters[segment.parameter]);
     digests[segment.digest] += pack_segment(flattened(segment), parameter, wire);
   }
 }
 
-void CopyProgram::unpack(std::span<const uint64_t> parameters, const std::byte* wire,
-                         std::span<uint64_t> digests) const {
-  check_tables(parameters.size(), digests.size());
+void CopyProgram::unpack(const std::vector<uint64_t>& parameters, const std::byte* wire,
+                         uint64_t* digests) const {
+  check_parameters(parameters.size());
   for (const Segment& segment : segments_) {
     auto* parameter = reinterpret_cast<std::byte*>(parameters[segment.parameter]);
     digests[segment.digest] += unpack_segment(flattened(segment), parameter, wire);

@@ -25,7 +25,7 @@ bool fits(int64_t offset, int64_t stride, int64_t rows, int64_t cols, int64_t el
   return offset + (rows - 1) * stride + cols <= elements;
 }
 
-const char* problem_of(const Segment& segment, std::span<const int64_t> parameter_bytes,
+const char* problem_of(const Segment& segment, const std::vector<int64_t>& parameter_bytes,
                        int64_t wire_bytes, int64_t num_digests) {
   if (!is_known(segment.op)) return "unknown operation";
   const auto num_parameters = static_cast<int64_t>(parameter_bytes.size());
@@ -47,7 +47,7 @@ const char* problem_of(const Segment& segment, std::span<const int64_t> paramete
 
 }  // namespace
 
-CopyProgram::CopyProgram(std::vector<Segment> segments, std::span<const int64_t> parameter_bytes,
+CopyProgram::CopyProgram(std::vector<Segment> segments, const std::vector<int64_t>& parameter_bytes,
                          int64_t wire_bytes, int64_t num_digests)
     : segments_(std::move(segments)),
       num_parameters_(static_cast<int64_t>(parameter_bytes.size())),
@@ -62,13 +62,10 @@ CopyProgram::CopyProgram(std::vector<Segment> segments, std::span<const int64_t>
   }
 }
 
-void CopyProgram::check_tables(size_t num_parameters, size_t num_digests) const {
+void CopyProgram::check_parameters(size_t num_parameters) const {
   if (static_cast<int64_t>(num_parameters) != num_parameters_)
     throw std::invalid_argument("a copy program got " + std::to_string(num_parameters) +
                                 " parameters, it was built for " + std::to_string(num_parameters_));
-  if (static_cast<int64_t>(num_digests) != num_digests_)
-    throw std::invalid_argument("a copy program got " + std::to_string(num_digests) +
-                                " digests, it was built for " + std::to_string(num_digests_));
 }
 
 }  // namespace asyncrl::reshard

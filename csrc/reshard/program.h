@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include "reshard/index.h"
@@ -17,18 +16,18 @@ class CopyProgram {
  public:
   // `parameter_bytes[i]` is the size of local parameter i. Throws std::invalid_argument that names
   // the first segment that does not fit.
-  CopyProgram(std::vector<Segment> segments, std::span<const int64_t> parameter_bytes,
+  CopyProgram(std::vector<Segment> segments, const std::vector<int64_t>& parameter_bytes,
               int64_t wire_bytes, int64_t num_digests);
 
-  // Copies parameters into the bucket and adds to the digests. Safe to call from several threads at
-  // once on different buckets and digest tables; the parameters must not change meanwhile.
-  void pack(std::span<const uint64_t> parameters, std::byte* wire,
-            std::span<uint64_t> digests) const;
+  // Copies parameters into the bucket and adds to the `num_digests` digests. Safe to call from
+  // several threads at once on different buckets and digest tables; the parameters must not change
+  // meanwhile.
+  void pack(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests) const;
 
   // Copies the bucket into the parameters and adds to the digests. One caller at a time per
   // parameter element; segments of one bucket never overlap there.
-  void unpack(std::span<const uint64_t> parameters, const std::byte* wire,
-              std::span<uint64_t> digests) const;
+  void unpack(const std::vector<uint64_t>& parameters, const std::byte* wire,
+              uint64_t* digests) const;
 
   const std::vector<Segment>& segments() const { return segments_; }
   int64_t num_parameters() const { return num_parameters_; }
@@ -36,7 +35,7 @@ class CopyProgram {
   int64_t num_digests() const { return num_digests_; }
 
  private:
-  void check_tables(size_t num_parameters, size_t num_digests) const;
+  void check_parameters(size_t num_parameters) const;
 
   std::vector<Segment> segments_;
   int64_t num_parameters_;

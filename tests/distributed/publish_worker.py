@@ -9,7 +9,6 @@ JSON line per case: {"case", "error"}; an empty error means that everything was 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -199,22 +198,17 @@ def engine_parameters(case: Case, tp_size: int, tp_rank: int, seed: int) -> Tens
 
 def flip_one_bit(bucket_idx: int) -> None:
     """Corrupt one bit of a bucket between its arrival and its unpacking."""
-    original = receiver_module.CopyProgram
-    built = 0
+    original = receiver_module.BucketCopies.unpack
+    unpacked = 0
 
-    class Corrupted:
-        def __init__(self, *arguments: Any) -> None:
-            nonlocal built
-            self._program, self._corrupt = original(*arguments), built == bucket_idx
-            built += 1
+    def unpack(self: receiver_module.BucketCopies, space: torch.Tensor, digests: torch.Tensor) -> None:
+        nonlocal unpacked
+        if unpacked == bucket_idx:
+            space[len(space) // 2] ^= 4
+        unpacked += 1
+        original(self, space, digests)
 
-        def unpack(self, parameters: list[int], wire_address: int, digests: Any) -> None:
-            if self._corrupt:
-                byte = ctypes.c_ubyte.from_address(wire_address + self._program.wire_bytes // 2)
-                byte.value ^= 4
-            self._program.unpack(parameters, wire_address, digests)
-
-    receiver_module.CopyProgram = Corrupted  # type: ignore[misc]
+    receiver_module.BucketCopies.unpack = unpack  # type: ignore[method-assign]
 
 
 def run_engine(case: Case, engine_idx: int, tp_rank: int) -> str:

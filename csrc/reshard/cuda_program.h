@@ -1,0 +1,44 @@
+// The executor of a copy program on a CUDA device; one launch per bucket. Free of CUDA headers, so
+// that callers need no CUDA compiler.
+#ifndef ASYNCRL_RESHARD_CUDA_PROGRAM_H_
+#define ASYNCRL_RESHARD_CUDA_PROGRAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "reshard/program.h"
+
+namespace asyncrl::reshard {
+
+// Holds the segment table of a `CopyProgram` on the current device. All addresses are on that
+// device. `stream` is a cudaStream_t; work is ordered on it and the calls return before it is done.
+// Not safe for concurrent calls on one object. Throws std::runtime_error with CUDA's message.
+class CudaProgram {
+ public:
+  // `max_blocks` bounds the grid, so that few multiprocessors are taken; 0 takes two per one.
+  explicit CudaProgram(const CopyProgram& program, int max_blocks = 0);
+  ~CudaProgram();
+  CudaProgram(const CudaProgram&) = delete;
+  CudaProgram& operator=(const CudaProgram&) = delete;
+
+  void pack(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
+            void* stream);
+  void unpack(const std::vector<uint64_t>& parameters, const std::byte* wire, uint64_t* digests,
+              void* stream);
+
+ private:
+  void upload_parameters(const std::vector<uint64_t>& parameters, void* stream);
+
+  std::byte* tables_ = nullptr;  // segments, ends of their tiles, addresses of the parameters
+  size_t tile_ends_offset_ = 0;
+  size_t parameters_offset_ = 0;
+  int num_segments_ = 0;
+  int num_tiles_ = 0;
+  int num_blocks_ = 0;
+  int64_t num_parameters_ = 0;
+};
+
+}  // namespace asyncrl::reshard
+
+#endif  // ASYNCRL_RESHARD_CUDA_PROGRAM_H_

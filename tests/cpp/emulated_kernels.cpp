@@ -1,0 +1,3 @@
+// The CUDA executor, compiled as C++.
+#define ASYNCRL_EMULATE_CUDA
+#include "reshard/kernels.cu"
