@@ -15,6 +15,8 @@ class Gate:
 
     def __init__(self, progress: Progress, version: PolicyVersion) -> None:
         self._progress = progress
+        # waiters at the gate are many and care for nothing else, so they have a signal of their own
+        self._changed = Progress(progress.timeout_s)
         self._version = version
         self._paused = False
 
@@ -28,18 +30,26 @@ class Gate:
 
     def publish(self, version: PolicyVersion) -> None:
         self._version = version
-        self._progress.notify()
+        self._notify()
 
     def set_paused(self, paused: bool) -> None:
         self._paused = paused
-        self._progress.notify()
+        self._notify()
 
     async def passed(self, start_version: PolicyVersion) -> None:
-        """Return when a group of ``start_version`` may be sent; RolloutError after the progress time-out."""
-        await self._progress.wait_until(
+        """Return when a group of ``start_version`` may be sent.
+
+        Raises:
+            RolloutError: neither a version nor the end of a pause came within the progress time-out.
+        """
+        await self._changed.wait_until(
             lambda: not self._paused and self._version >= start_version,
             lambda: self.blocker(start_version),
         )
+
+    def _notify(self) -> None:
+        self._changed.notify()
+        self._progress.notify()
 
     def blocker(self, version: PolicyVersion) -> str:
         """Whom one waits for who waits for ``version``."""

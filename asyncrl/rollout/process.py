@@ -84,8 +84,11 @@ class Processor:
 
 
 async def abort(requests: Iterable[Request]) -> None:
-    """Interrupt requests; an engine that cannot be told has none."""
-    for request in tuple(requests):
-        with contextlib.suppress(EngineError):
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await request.engine.abort(request.rid)
+    """Interrupt requests, all at once; an engine that cannot be told is found out by the request itself."""
+    await asyncio.gather(*map(_abort_one, requests))
+
+
+async def _abort_one(request: Request) -> None:
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await request.engine.abort(request.rid)

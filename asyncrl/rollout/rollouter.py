@@ -20,6 +20,7 @@ Synchronous training is ``max_staleness = 0`` of this same loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 
 from asyncrl.control.ledger import LedgerCounts
@@ -179,9 +180,10 @@ class Rollouter:
             self._state.commit.close()
 
     async def _wind_down(self) -> None:
-        """Interrupt what runs, so that every token sampled so far is in the journal."""
+        """Interrupt what runs, so that every token that engines hand back in time is in the journal."""
         self.set_paused(True)
         groups = self._state.groups.values()
         await abort(s.request for group in groups for s in group.samples if s.request is not None)
-        await self.drained(WIND_DOWN_S)
+        with contextlib.suppress(RolloutError):  # a hung engine costs its unsaved tokens, not the exit
+            await self.drained(WIND_DOWN_S)
         await self._state.commit.write()

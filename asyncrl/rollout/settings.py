@@ -22,7 +22,7 @@ class RolloutSettings:
     stop_token_ids: tuple[int, ...]
     request_timeout_s: float  # one request to an engine
     progress_timeout_s: float  # longest time in which nothing at all happens
-    reward_timeout_s: float
+    reward_timeout_s: float  # one reward, with the time that it queues
     max_reward_error_rate: float
     num_batches: int | None = None  # stop issuing after these; None: until stopped
     sampling_seed: int | None = None  # for engines in deterministic mode
@@ -42,8 +42,8 @@ class RolloutSettings:
             stop_token_ids=stop_token_ids,
             request_timeout_s=config.rollout.request_timeout_s,
             progress_timeout_s=config.train.batch_timeout_s,
-            # the reward stops itself first, with a better message
-            reward_timeout_s=2 * config.reward.timeout_s + 30.0,
+            # a reward limits its own time, but may have many in its queue
+            reward_timeout_s=config.train.batch_timeout_s,
             max_reward_error_rate=config.reward.max_error_rate,
             num_batches=config.train.steps,
             sampling_seed=config.rollout.seed if seeded_engines else None,

@@ -23,6 +23,10 @@ class Progress:
         self._timeout_s = timeout_s
         self._waiters: dict[asyncio.Future[None], None] = {}  # a set that wakes in order of arrival
 
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
     def notify(self) -> None:
         """Something happened: let every waiter look again."""
         for waiter in self._waiters:

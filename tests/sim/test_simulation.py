@@ -23,7 +23,14 @@ def test_every_schedule_keeps_every_rule() -> None:
     failures = [f"seed {seed}: {o.failure}" for seed, o in outcomes.items() if o.failure]
     assert not failures, failures[0]
     faults = {fault.split(" from ")[0] for o in outcomes.values() for fault in o.faults}
-    assert faults == {"lose_engine", "lose_request", "crash_rollouter", "stop_rollouter", "restart"}
+    assert faults == {
+        "lose_engine",
+        "lose_request",
+        "crash_rollouter",
+        "stop_rollouter",
+        "fail_disk",
+        "restart",
+    }
     assert len({o.digest for o in outcomes.values()}) == NUM_SEEDS, "seeds repeat a schedule"
 
 

@@ -17,7 +17,7 @@ from asyncrl.control.ledger import LedgerCounts
 from asyncrl.engines.scripted import ScriptedEngine
 from asyncrl.rewards.base import RewardResult
 from asyncrl.rollout.admission import Placement
-from asyncrl.rollout.records import GroupDropped, GroupStarted, JournalState, Record, fold
+from asyncrl.rollout.records import GroupDropped, GroupStarted, JournalError, JournalState, Record, fold
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.rollout.settings import RolloutSettings
 from asyncrl.types import Prompt, Sample, SampleGroup
@@ -29,18 +29,25 @@ VIRTUAL_LIMIT_S = 2000.0
 
 
 class MemoryJournal:
-    """Durable from the moment `write` returns; outlives its rollouter."""
+    """Durable from the moment `write` returns; outlives its rollouter.
+
+    ``fault`` "refuse" makes the next write fail with nothing written, "lose" with everything written.
+    """
 
     producer_uid = "producer"
 
     def __init__(self, history: History) -> None:
         self.records: list[Record] = []
+        self.fault = ""
         self._history = history
 
     def write(self, records: Sequence[Record]) -> None:
-        self.records.extend(records)
-        for record in records:
-            self._history.journaled(record)
+        if self.fault != "refuse":
+            self.records.extend(records)
+            for record in records:
+                self._history.journaled(record)
+        if self.fault:
+            raise JournalError(f"the disk failed ({self.fault})")
 
     def load(self) -> JournalState:
         return fold(self.records)
@@ -218,12 +225,12 @@ class World:
     async def while_alive(self, work: Coroutine[Any, Any, None]) -> None:
         """A call into the rollouter; it comes back even when the rollouter dies meanwhile."""
         task = self.loop.create_task(work)
-        await asyncio.wait({task, self.running}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        else:
+        try:
+            await asyncio.wait({task, self.running}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
             task.cancel()
-            await asyncio.wait({task})
 
     # --- the trainer ---
 
@@ -246,7 +253,7 @@ class World:
         share = self.settings.groups_per_batch * self.settings.samples_per_group // self.settings.num_rings
         while min(self.rings.num_samples) < (batch_idx + 1 - self.life_start) * share:
             await asyncio.sleep(0.05)
-            if self.running.done() and not self.running.cancelled():
+            if self.running.done() and not self.running.cancelled() and not self.journal.fault:
                 self.running.result()
             if self.loop.time() > VIRTUAL_LIMIT_S:
                 raise AssertionError(f"batch {batch_idx} never came; {self.rollouter.counts()}")
@@ -256,6 +263,8 @@ class World:
             if self.mode == "drain":
                 self.draining = True
                 self.rollouter.set_paused(True)
+                for engine in self.engines.values() if self.loop.rng.random() < 0.5 else ():
+                    await engine.abort_all()  # hurries the drain; what was cut waits for the new version
                 await self.while_alive(self.rollouter.drained(500.0))
                 await asyncio.sleep(self.loop.rng.random() * 2.0)
                 await self.expect_idle()
@@ -288,7 +297,13 @@ class World:
         while not self.over and self.faults_left:
             self.faults_left -= 1
             await asyncio.sleep(rng.random() * 4.0)
-            faults = [self.lose_engine, self.lose_request, self.crash_rollouter, self.stop_rollouter]
+            faults = [
+                self.lose_engine,
+                self.lose_request,
+                self.crash_rollouter,
+                self.stop_rollouter,
+                self.fail_disk,
+            ]
             if self.restarts_left and rng.random() < 0.2:
                 self.restarts_left -= 1
                 return "restart"
@@ -319,6 +334,16 @@ class World:
         async with self.lock:
             self.begin_rollouter()
 
+    async def fail_disk(self) -> None:
+        """The next write ends the rollouter, with that error and no other; its successor goes on."""
+        self.journal.fault = self.loop.rng.choice(["refuse", "lose"])
+        await asyncio.wait({self.running}, timeout=5.0)
+        if self.running.done():
+            error = self.running.exception()
+            if not isinstance(error, JournalError):
+                raise AssertionError(f"the disk failed, but the rollouter ended with {error!r}")
+        await self.crash_rollouter()
+
     async def stop_rollouter(self) -> None:
         self.rollouter.stop()
         await self.running
@@ -327,5 +352,5 @@ class World:
 
     async def crash(self) -> None:
         self.running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.running
+        await asyncio.wait({self.running})
+        self.journal.fault = ""

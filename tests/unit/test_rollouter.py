@@ -413,3 +413,17 @@ async def test_unused_journal_reads_nothing(tmp_path: Path) -> None:
     )
     assert prompts.asked == []
     await job.crash()
+
+
+async def test_a_hung_engine_does_not_keep_the_rollouter_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf(ScriptedEngine):
+        async def abort(self, rid: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("asyncrl.rollout.process.ABORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("asyncrl.rollout.rollouter.WIND_DOWN_S", 0.1)
+    job = Job(tmp_path, engines=[Deaf("e0", token_interval_s=10.0)])
+    await job.until(lambda: job.rollouter.counts().running == 8)
+    await job.stop()
