@@ -42,19 +42,29 @@ class Handshake:
             WeightUpdateError: on every rank, with the first rank's reason.
         """
         num_senders, backend = len(self.senders), dist.get_backend()
-        group = on_all_ranks(lambda: join_group(endpoint, self.rank, num_senders, backend, self.timeout_s))
+        joined: list[dist.ProcessGroup] = []
         try:
-            collected = on_all_ranks(lambda: self._collect_manifests(endpoint, group))
-            manifests = json.loads(gather_messages(collected)[0])
-            plan = on_all_ranks(lambda: self._plan(endpoint, group, manifests, loads))
-            hashes = gather_messages(plan.plan_hash.encode())
-            if len(set(hashes)) > 1:
-                raise WeightUpdateError(f"engine {endpoint.name}: the trainer ranks made different plans")
-            on_all_ranks(lambda: self._instruct(group, plan))
+            on_all_ranks(
+                lambda: joined.append(join_group(endpoint, self.rank, num_senders, backend, self.timeout_s))
+            )
+            plan = self._agree_on_plan(endpoint, joined[0], loads)
         except WeightUpdateError:
-            dist.destroy_process_group(group)
+            for group in joined:  # this rank may have joined although another could not
+                dist.destroy_process_group(group)
             raise
-        return group, plan
+        return joined[0], plan
+
+    def _agree_on_plan(
+        self, endpoint: EngineEndpoint, group: dist.ProcessGroup, loads: Sequence[int]
+    ) -> TransferPlan:
+        collected = on_all_ranks(lambda: self._collect_manifests(endpoint, group))
+        manifests = json.loads(gather_messages(collected)[0])
+        plan = on_all_ranks(lambda: self._plan(endpoint, group, manifests, loads))
+        hashes = gather_messages(plan.plan_hash.encode())
+        if len(set(hashes)) > 1:
+            raise WeightUpdateError(f"engine {endpoint.name}: the trainer ranks made different plans")
+        on_all_ranks(lambda: self._instruct(group, plan))
+        return plan
 
     def _collect_manifests(self, endpoint: EngineEndpoint, group: dist.ProcessGroup) -> bytes:
         if self.rank != 0:
