@@ -7,8 +7,8 @@ memory, without a copy; each of them keeps the batch's lease too. Two ends are t
   next moment;
 * *release*: nobody looks at the bytes any more, so that producers may have the room.
 
-Leaving the ``with`` block releases, or leaves that to the last array if some are alive. A batch that is released, or
-dropped, without having been acknowledged is delivered again.
+Leaving the ``with`` block releases, or leaves that to the last array if some are alive. A batch that is
+released, or dropped, without having been acknowledged is delivered again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from asyncrl.ring.codec import read_sample
+from asyncrl.ring.errors import ViewsAlive
 from asyncrl.types import PolicyVersion, Sample
 
 if TYPE_CHECKING:
@@ -80,10 +81,12 @@ class Record:
 class Batch:
     """Records in delivery order, the same on every rank of the group."""
 
-    def __init__(self, lease: Any, acknowledge: Callable[[Batch], None], ack_on_release: bool) -> None:
+    def __init__(self, lease: Any, ack_on_release: bool, note: Callable[[Any], None] | None) -> None:
+        """``note`` takes the lease instead of acknowledging it now (mode "checkpoint")."""
         self._lease = lease
-        self._acknowledge = acknowledge
         self._ack_on_release = ack_on_release
+        self._note = note
+        self._noted = False
 
     def __len__(self) -> int:
         return len(self._lease)
@@ -120,11 +123,11 @@ class Batch:
     def ack(self) -> None:
         """Acknowledge the whole batch for this rank; with acknowledgement mode "checkpoint", note it until
         `Group.commit`. Views stay valid."""
-        self._acknowledge(self)
-
-    def acknowledge_now(self) -> None:
-        """Acknowledge in the ring, whatever the mode. For `Group`; users call `ack`."""
-        self._lease.ack()
+        if self._note is None:
+            self._lease.ack()
+        elif not self._noted:
+            self._noted = True
+            self._note(self._lease)
 
     def release(self) -> None:
         """End the loan.
@@ -132,9 +135,11 @@ class Batch:
         Raises:
             ViewsAlive: arrays over the records exist; nothing was released.
         """
-        if self._ack_on_release and not self._lease.released and self._lease.num_views == 0:
-            self._lease.ack()
-        self._lease.release()
+        if self._lease.num_views:
+            raise ViewsAlive(
+                f"{self._lease.num_views} views of the batch's {len(self)} records are alive; drop them first"
+            )
+        self._end()
 
     def __enter__(self) -> Batch:
         return self
@@ -142,7 +147,11 @@ class Batch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._ack_on_release and error is None:
+        self._end(ack=error is None)
+
+    def _end(self, ack: bool = True) -> None:
+        if self._noted:
+            return  # the group has the lease until `commit`
+        if self._ack_on_release and ack and not self._lease.released:
             self._lease.ack()
         self._lease.release_when_unused()
-

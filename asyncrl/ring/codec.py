@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import _C
+import asyncrl._C as _C
 from asyncrl.types import FinishReason, Sample
 
 if TYPE_CHECKING:

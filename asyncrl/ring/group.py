@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl import _C
+import asyncrl._C as _C
 from asyncrl.ring.batch import Batch
 from asyncrl.ring.errors import RingClosed
 
@@ -24,16 +24,18 @@ AckMode = Literal["release", "step", "checkpoint"]
 class Group:
     """Membership of one rank.
 
-    ``ack`` says when a batch counts as consumed: "release" when the ``with`` block ends without an error, "step" when
-    `Batch.ack` is called, "checkpoint" when `commit` is called after `Batch.ack`: only once the checkpoint that contains
-    the update is durable.
+    ``ack`` says when a batch counts as consumed: "release" when the ``with`` block ends without an error,
+    "step" when `Batch.ack` is called, "checkpoint" when `commit` is called after `Batch.ack`: only once the
+    checkpoint that contains the update is durable.
     """
 
-    def __init__(self, ring: Ring, session: Any, name: str, rank: int, size: int, ack: AckMode, resume_at: int):
+    def __init__(
+        self, ring: Ring, session: Any, name: str, rank: int, size: int, ack: AckMode, resume_at: int
+    ):
         self._ring = ring
         self._mode = ack
         self._reader = _C.ring.GroupReader(session, name, rank, size, resume_at)
-        self._uncommitted: list[tuple[int, int]] = []
+        self._uncommitted: list[Any] = []  # leases, in the order of `Batch.ack`
         self.name = name
         self.rank = rank
         self.size = size
@@ -78,14 +80,16 @@ class Group:
     def commit(self) -> None:
         """Acknowledge everything noted by `Batch.ack` since the last commit (mode "checkpoint")."""
         while self._uncommitted:
-            begin, end = self._uncommitted[0]
-            self._reader.ack(begin, end)
-            del self._uncommitted[0]
+            self._uncommitted[0].ack()
+            self._uncommitted.pop(0).release_when_unused()
 
     def ack_through(self, position: int) -> None:
-        """Acknowledge everything before ``position`` (a `Batch.end`), in one step that cannot be half done."""
+        """Acknowledge everything before ``position`` (a `Batch.end`), in one step, never half done."""
         self._reader.ack(0, position)
-        self._uncommitted = [(begin, end) for begin, end in self._uncommitted if end > position]
+        for lease in self._uncommitted:
+            if lease.end <= position:
+                lease.release_when_unused()
+        self._uncommitted = [lease for lease in self._uncommitted if lease.end > position]
 
     @property
     def length(self) -> int:
@@ -98,16 +102,8 @@ class Group:
         self._reader.leave()
 
     def _batch(self, lease: Any) -> Batch:
-        return Batch(lease, self._acknowledge, ack_on_release=self._mode == "release")
-
-    def _acknowledge(self, batch: Batch) -> None:
-        if self._mode != "checkpoint":
-            batch.acknowledge_now()
-            return
-        if self._uncommitted and self._uncommitted[-1][1] == batch.begin:
-            self._uncommitted[-1] = (self._uncommitted[-1][0], batch.end)
-        else:
-            self._uncommitted.append((batch.begin, batch.end))
+        note = self._uncommitted.append if self._mode == "checkpoint" else None
+        return Batch(lease, self._mode == "release", note)
 
 
 def _check_want(count: int, max_tokens: int) -> None:

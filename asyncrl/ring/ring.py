@@ -2,9 +2,9 @@
 
     rollout processes --put--> [ring: shared memory] --get_batch--> ranks of one data-parallel replica
 
-A record that was put is delivered to every rank of the group at least once, and never again once that rank has
-acknowledged it, whichever process is killed at whichever instruction. Producers wait while the ring is full;
-readers hold a batch as long as they like without stopping producers, as long as there is room.
+A record that was put is delivered to every rank of the group at least once, and never again once that rank
+has acknowledged it, whichever process is killed at whichever instruction. Producers wait while the ring is
+full; readers hold a batch as long as they like without stopping producers, as long as there is room.
 
 A handle may be used by any thread of the process that opened it. A forked child opens its own.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl import _C
+import asyncrl._C as _C
 from asyncrl.ring.codec import FORMAT, sample_values
 from asyncrl.ring.group import AckMode, Group
 from asyncrl.ring.waiting import FifoWaiter
@@ -183,8 +183,8 @@ class Ring:
         keys: Sequence[Key | None] | None = None,
         timeout: float,
     ) -> int:
-        """`put` for many; returns how many were new. After an error the first ones may be published, so give keys
-        and put all again."""
+        """`put` for many; returns how many were new. After an error the first ones may be published, so give
+        keys and put all again."""
         outgoing = self._outgoing(samples, version, keys)
         outgoing.put(timeout)
         published: int = outgoing.num_published

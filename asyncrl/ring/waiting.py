@@ -1,7 +1,7 @@
 """Waiting in asyncio without a thread: a FIFO that the ring writes to when something happened.
 
-The core arms the FIFO under the lock of the attempt that failed, so nothing is missed in between. A process may
-die after it changed the ring and before it wrote; so no wait is longer than `SLICE_S`.
+The core arms the FIFO under the lock of the attempt that failed, so nothing is missed in between. A process
+may die after it changed the ring and before it wrote; so no wait is longer than `SLICE_S`.
 """
 
 from __future__ import annotations

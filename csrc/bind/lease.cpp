@@ -26,7 +26,8 @@ const ring::Slot& Lease::slot(size_t index) const {
     throw py::index_error("record " + std::to_string(index) + " of a batch of " +
                           std::to_string(delivery_.slots.size()));
   }
-  if (released_) throw RingError(ErrorKind::kReleased, "the batch was released; its records are gone");
+  if (released_)
+    throw RingError(ErrorKind::kReleased, "the batch was released; its records are gone");
   return reader_->session().table().slot(delivery_.slots[index]);
 }
 
@@ -49,7 +50,8 @@ py::array Lease::View(size_t index, const std::string& name, bool writeable) {
                          [](void* token) { delete static_cast<ViewToken*>(token); });
   const std::vector<py::ssize_t> shape(field.shape, field.shape + field.num_dims);
   py::array view(NumpyDType(field.dtype), shape, Record(index) + field.offset, base);
-  if (!writeable) py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  if (!writeable)
+    py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
   return view;
 }
 
@@ -64,7 +66,8 @@ py::object Lease::Scalar(size_t index, const std::string& name) const {
 void Lease::Ack() {
   if (acknowledged_) return;
   if (released_) {
-    throw RingError(ErrorKind::kReleased, "the batch was released before it was acknowledged; get it again");
+    throw RingError(ErrorKind::kReleased,
+                    "the batch was released before it was acknowledged; get it again");
   }
   reader_->Ack(delivery_.begin, delivery_.end);
   acknowledged_ = true;
@@ -73,8 +76,8 @@ void Lease::Ack() {
 void Lease::Release() {
   if (released_) return;
   if (num_views_ > 0) {
-    throw RingError(ErrorKind::kViewsAlive, std::to_string(num_views_.load()) + " views of the batch's " +
-                                                std::to_string(size()) +
+    throw RingError(ErrorKind::kViewsAlive, std::to_string(num_views_.load()) +
+                                                " views of the batch's " + std::to_string(size()) +
                                                 " records are alive; drop them, then release");
   }
   reader_->Release(delivery_.slots);

@@ -13,8 +13,8 @@
 
 namespace asyncrl::bind {
 
-// Shared by the Python object and by every array over its records. When the last of them goes, the lease
-// ends; if it was not acknowledged, the batch is delivered again.
+// Shared by the Python object and by every array over its records. When the last of them goes, the
+// lease ends; if it was not acknowledged, the batch is delivered again.
 class Lease : public std::enable_shared_from_this<Lease> {
  public:
   Lease(std::shared_ptr<ring::GroupReader> reader, ring::Delivery delivery)
@@ -28,8 +28,8 @@ class Lease : public std::enable_shared_from_this<Lease> {
   bool acknowledged() const { return acknowledged_; }
   bool released() const { return released_; }
 
-  // A numpy array over a field of record `index`, without a copy. `writeable` only sets numpy's flag (for
-  // torch, which has no read-only tensors); the memory itself is mapped read-only.
+  // A numpy array over a field of record `index`, without a copy. `writeable` only sets numpy's
+  // flag (for torch, which has no read-only tensors); the memory itself is mapped read-only.
   pybind11::array View(size_t index, const std::string& name, bool writeable);
 
   // A scalar or a string.

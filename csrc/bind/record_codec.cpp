@@ -26,7 +26,8 @@ uint64_t Bits(T value) {
   return bits;
 }
 
-[[noreturn]] void ThrowType(const RecordField& field, py::handle value, const std::string& expected) {
+[[noreturn]] void ThrowType(const RecordField& field, py::handle value,
+                            const std::string& expected) {
   throw py::type_error(std::string("field ") + field.name + ": expected " + expected + ", got " +
                        std::string(py::str(py::type::of(value).attr("__name__"))));
 }
@@ -43,7 +44,8 @@ RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string
     if (name.empty() || name.size() >= ring::kFieldNameBytes) {
       throw py::value_error("a field's name has 1 to 23 bytes: " + name);
     }
-    if (num_dims < 0 || num_dims > 2) throw py::value_error("field " + name + ": 0 to 2 dimensions");
+    if (num_dims < 0 || num_dims > 2)
+      throw py::value_error("field " + name + ": 0 to 2 dimensions");
     std::memcpy(field.name, name.data(), name.size());
     field.dtype = DTypeNamed(dtype);
     field.num_dims = static_cast<uint8_t>(num_dims);
@@ -51,7 +53,8 @@ RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string
   }
 }
 
-EncodedRecord::EncodedRecord(const RecordFormat& format, const py::tuple& values) : fields_(format.fields()) {
+EncodedRecord::EncodedRecord(const RecordFormat& format, const py::tuple& values)
+    : fields_(format.fields()) {
   if (values.size() != fields_.size()) {
     throw py::type_error("a record has " + std::to_string(fields_.size()) + " fields, got " +
                          std::to_string(values.size()) + " values");
@@ -99,7 +102,8 @@ void EncodedRecord::AddScalar(RecordField& field, py::handle value) {
       bits = Bits(PyLong_AsLongLong(value.ptr()));
       break;
     default:
-      throw py::type_error(std::string("field ") + field.name + ": a scalar is int64, uint64, float32 or float64");
+      throw py::type_error(std::string("field ") + field.name +
+                           ": a scalar is int64, uint64, float32 or float64");
   }
   CheckPythonError();
   sources_.push_back({nullptr, 8, bits});
@@ -128,14 +132,16 @@ void EncodedRecord::AddArray(RecordField& field, py::handle value) {
   if (std::strlen(format) != 1 || std::strchr(info.formats, *format) == nullptr ||
       buffer.itemsize != static_cast<Py_ssize_t>(info.item_bytes)) {
     throw py::type_error(std::string("field ") + field.name + ": expected dtype " + info.name +
-                         ", got an array of format '" + format + "' and " + std::to_string(buffer.itemsize) +
-                         " bytes an item");
+                         ", got an array of format '" + format + "' and " +
+                         std::to_string(buffer.itemsize) + " bytes an item");
   }
   if (buffer.ndim != field.num_dims) {
-    throw py::type_error(std::string("field ") + field.name + ": expected " + std::to_string(field.num_dims) +
-                         " dimensions, got " + std::to_string(buffer.ndim));
+    throw py::type_error(std::string("field ") + field.name + ": expected " +
+                         std::to_string(field.num_dims) + " dimensions, got " +
+                         std::to_string(buffer.ndim));
   }
-  for (int dim = 0; dim < buffer.ndim; ++dim) field.shape[dim] = static_cast<uint64_t>(buffer.shape[dim]);
+  for (int dim = 0; dim < buffer.ndim; ++dim)
+    field.shape[dim] = static_cast<uint64_t>(buffer.shape[dim]);
   sources_.push_back({buffer.buf, static_cast<uint64_t>(buffer.len), 0});
 }
 
@@ -145,7 +151,8 @@ void EncodedRecord::Write(std::byte* target) const {
   std::memcpy(target + sizeof(header), fields_.data(), fields_.size() * sizeof(RecordField));
   for (size_t index = 0; index < fields_.size(); ++index) {
     const Source& source = sources_[index];
-    std::memcpy(target + fields_[index].offset, source.data ? source.data : &source.scalar, source.bytes);
+    std::memcpy(target + fields_[index].offset, source.data ? source.data : &source.scalar,
+                source.bytes);
   }
 }
 

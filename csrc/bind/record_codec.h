@@ -11,7 +11,8 @@
 
 namespace asyncrl::bind {
 
-// The fixed list of fields that a ring's records have: what one Python tuple of values is checked against.
+// The fixed list of fields that a ring's records have: what one Python tuple of values is checked
+// against.
 class RecordFormat {
  public:
   // (name, dtype, number of dimensions) per field. Dtypes as numpy spells them, and "str".
@@ -23,7 +24,8 @@ class RecordFormat {
   std::vector<ring::RecordField> fields_;
 };
 
-// One record to be: its values checked, its arrays pinned, its bytes counted. Needs the GIL, except Write.
+// One record to be: its values checked, its arrays pinned, its bytes counted. Needs the GIL, except
+// Write.
 class EncodedRecord {
  public:
   // Throws TypeError naming the field, what it is and what it should be.

@@ -46,8 +46,9 @@ void ForceRebuild(Session& session) {
 void CheckNoLeases(Session& session) {
   const uint32_t leases = CountOwnLeases(session);
   if (leases == 0) return;
-  throw RingError(ErrorKind::kViewsAlive, session.region().directory() + ": " + std::to_string(leases) +
-                                              " records are on loan to this handle; release their batches first");
+  throw RingError(ErrorKind::kViewsAlive,
+                  session.region().directory() + ": " + std::to_string(leases) +
+                      " records are on loan to this handle; release their batches first");
 }
 
 }  // namespace asyncrl::ring

@@ -10,8 +10,8 @@ namespace asyncrl::ring {
 // No put succeeds any more; readers drain what is ready and then end. Wakes everybody.
 void Close(Session& session);
 
-// Refuses records below `version` from now on. Ready ones that are below are skipped and counted by the
-// next reader. The bound never goes down.
+// Refuses records below `version` from now on. Ready ones that are below are skipped and counted by
+// the next reader. The bound never goes down.
 void SetMinVersion(Session& session, int64_t version);
 
 // The same, and drops the ready ones below at once. Records held by readers stay. Returns how many.

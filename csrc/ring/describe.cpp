@@ -23,8 +23,8 @@ std::string DescribeHolders(Session& session) {
       if (kept == 0) continue;
       const uint32_t holder = group.members[rank].participant;
       text += std::string("; group ") + group.name + " rank " + std::to_string(rank) + ", " +
-              (holder == kNil ? "not attached" : DescribeParticipant(session, holder)) + ", keeps " +
-              std::to_string(kept);
+              (holder == kNil ? "not attached" : DescribeParticipant(session, holder)) +
+              ", keeps " + std::to_string(kept);
     }
   }
   return text;
@@ -42,14 +42,16 @@ std::string DescribeFull(Session& session, uint64_t length) {
   const Control& control = session.control();
   const Geometry& geometry = session.geometry();
   const uint32_t live = geometry.num_slots - control.num_free;
-  std::string text = session.region().directory() + ": no room for a record of " + std::to_string(length) +
-                     " bytes: " + std::to_string(control.bytes_used) + " of " +
-                     std::to_string(geometry.arena_bytes) + " bytes and " + std::to_string(live) + " of " +
-                     std::to_string(geometry.num_slots) + " slots are used, " +
-                     std::to_string(control.num_ready) + " records wait for a reader";
+  std::string text = session.region().directory() + ": no room for a record of " +
+                     std::to_string(length) + " bytes: " + std::to_string(control.bytes_used) +
+                     " of " + std::to_string(geometry.arena_bytes) + " bytes and " +
+                     std::to_string(live) + " of " + std::to_string(geometry.num_slots) +
+                     " slots are used, " + std::to_string(control.num_ready) +
+                     " records wait for a reader";
   if (control.ticket != 0) {
     const uint32_t first = static_cast<uint32_t>(control.ticket >> 32) - 1;
-    if (first != session.self()) text += "; first in line is " + DescribeParticipant(session, first);
+    if (first != session.self())
+      text += "; first in line is " + DescribeParticipant(session, first);
   }
   return text + DescribeHolders(session);
 }

@@ -24,12 +24,12 @@ inline int64_t NowNs() {
   return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
-// Sleeps while `word` == `expected`, at most until `deadline_ns`. Returns false at the deadline and true
-// on any other return: the caller looks again.
+// Sleeps while `word` == `expected`, at most until `deadline_ns`. Returns false at the deadline and
+// true on any other return: the caller looks again.
 inline bool FutexWaitUntil(std::atomic<uint32_t>& word, uint32_t expected, int64_t deadline_ns) {
   const timespec deadline{deadline_ns / 1'000'000'000, deadline_ns % 1'000'000'000};
-  const long rc = syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_BITSET, expected,
-                          &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
+  const long rc = syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_BITSET,
+                          expected, &deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
   return !(rc == -1 && errno == ETIMEDOUT);
 }
 

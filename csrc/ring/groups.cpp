@@ -10,8 +10,8 @@ namespace asyncrl::ring {
 
 namespace {
 
-void EndLeases(Session& session, uint32_t group_index, uint32_t rank, const std::vector<uint32_t>& slots,
-               Session::Locked& locked) {
+void EndLeases(Session& session, uint32_t group_index, uint32_t rank,
+               const std::vector<uint32_t>& slots, Session::Locked& locked) {
   Group& group = session.region().groups()[group_index];
   Member& member = group.members[rank];
   if (Peek(group.state) != GroupState::kActive || member.participant != session.self()) return;
@@ -30,7 +30,8 @@ void EndLeases(Session& session, uint32_t group_index, uint32_t rank, const std:
 }
 
 std::string Describe(Want want) {
-  return want.count > 0 ? std::to_string(want.count) + " records" : std::to_string(want.weight) + " tokens";
+  return want.count > 0 ? std::to_string(want.count) + " records"
+                        : std::to_string(want.weight) + " tokens";
 }
 
 }  // namespace
@@ -44,8 +45,8 @@ Delivery GroupReader::Get(Want want, int64_t deadline_ns, const Interrupt& inter
       if (auto delivery = TryGetLocked(want, locked)) return std::move(*delivery);
       if (NowNs() >= deadline_ns) {
         throw RingError(ErrorKind::kTimeout,
-                        DescribeEmpty(*session_, Describe(want) + " as rank " + std::to_string(rank_) +
-                                                     " of group " + name_));
+                        DescribeEmpty(*session_, Describe(want) + " as rank " +
+                                                     std::to_string(rank_) + " of group " + name_));
       }
       SetGoal(want);
       sequence = session_->PrepareSleep(point, /*armed=*/false);
@@ -96,7 +97,8 @@ bool GroupReader::Append(Want want, Session::Locked& locked) {
   const uint32_t count = CountWithin(want);
   if (count == 0) {
     if (Peek(control.closed) == 0) return false;
-    throw RingError(ErrorKind::kClosed, session_->region().directory() + ": the ring is closed and drained");
+    throw RingError(ErrorKind::kClosed,
+                    session_->region().directory() + ": the ring is closed and drained");
   }
   const uint64_t begin = Peek(group().length);
   uint32_t* log = session_->region().log(index_);
@@ -131,11 +133,13 @@ uint32_t GroupReader::CountWithin(Want want) {
   return count;
 }
 
-// The slot at a position, or kNil when it was freed. The log is a hint; the slot's own words decide.
+// The slot at a position, or kNil when it was freed. The log is a hint; the slot's own words
+// decide.
 uint32_t GroupReader::Lookup(uint64_t position) {
   auto holds = [&](uint32_t index) {
     const Slot& slot = session_->table().slot(index);
-    return Peek(slot.state) == SlotState::kHeld && slot.group == index_ && slot.position == position;
+    return Peek(slot.state) == SlotState::kHeld && slot.group == index_ &&
+           slot.position == position;
   };
   const uint32_t num_slots = session_->geometry().num_slots;
   const uint32_t hint = session_->region().log(index_)[position % num_slots];
@@ -151,12 +155,14 @@ uint32_t GroupReader::NextUndelivered() {
   Member& me = member();
   const uint64_t length = Peek(group().length);
   if (me.cursor >= length) return kNil;
-  auto waits = [&](const Slot& slot) { return (Peek(slot.pending) & ~Peek(slot.leased) & bit()) != 0; };
+  auto waits = [&](const Slot& slot) {
+    return (Peek(slot.pending) & ~Peek(slot.leased) & bit()) != 0;
+  };
   const uint32_t next = session_->region().log(index_)[me.cursor % session_->geometry().num_slots];
   if (next < session_->geometry().num_slots) {
     const Slot& slot = session_->table().slot(next);
-    if (Peek(slot.state) == SlotState::kHeld && slot.group == index_ && slot.position == me.cursor &&
-        waits(slot)) {
+    if (Peek(slot.state) == SlotState::kHeld && slot.group == index_ &&
+        slot.position == me.cursor && waits(slot)) {
       return next;
     }
   }
@@ -198,14 +204,16 @@ void GroupReader::Ack(uint64_t begin, uint64_t end) {
 void GroupReader::AckLocked(uint64_t begin, uint64_t end, Session::Locked& locked) {
   end = std::min(end, Peek(group().length));
   if (begin >= end) return;
-  // From the second store on the acknowledgement has happened; Table::Rebuild finishes it if need be.
+  // From the second store on the acknowledgement has happened; Table::Rebuild finishes it if need
+  // be.
   Publish(member().ack_from, begin);
   CRASH_POINT("ack.from");
   Publish(member().ack_to, end);
   CRASH_POINT("ack.to");
   auto clear = [&](uint32_t index) {
     Slot& slot = session_->table().slot(index);
-    if (slot.pending.fetch_and(~bit(), std::memory_order_relaxed) & bit()) ++session_->control().num_acks;
+    if (slot.pending.fetch_and(~bit(), std::memory_order_relaxed) & bit())
+      ++session_->control().num_acks;
     CRASH_POINT("ack.one");
     session_->FreeIfDone(index, locked);
   };
@@ -238,9 +246,10 @@ void GroupReader::ReleaseSoon(const std::vector<uint32_t>& slots) noexcept {
   } catch (const RingError& error) {
     if (error.kind() != ErrorKind::kLockTimeout) return;  // detached: the leases are gone already
     // No reference to this object or to the session, which owns the deferred call.
-    session_->Defer([&session = *session_, group = index_, rank = rank_, slots](Session::Locked& locked) {
-      EndLeases(session, group, rank, slots, locked);
-    });
+    session_->Defer(
+        [&session = *session_, group = index_, rank = rank_, slots](Session::Locked& locked) {
+          EndLeases(session, group, rank, slots, locked);
+        });
   }
 }
 

@@ -1,11 +1,13 @@
-// Reader groups: all ranks of a group read the same records, in the same order, in the same batches.
+// Reader groups: all ranks of a group read the same records, in the same order, in the same
+// batches.
 //
-// A group has a log of positions. The rank that is first to ask beyond its end appends a batch of ready
-// records; the others find it there. Each rank acknowledges for itself; the last acknowledgement, or the
-// end of the last view if that is later, frees the record. Nobody leads and nothing is collective.
+// A group has a log of positions. The rank that is first to ask beyond its end appends a batch of
+// ready records; the others find it there. Each rank acknowledges for itself; the last
+// acknowledgement, or the end of the last view if that is later, frees the record. Nobody leads and
+// nothing is collective.
 //
-// Of each held record a rank has two bits: pending (not acknowledged: will be delivered again if the rank
-// restarts) and leased (somebody in its process looks at the bytes: they must stay).
+// Of each held record a rank has two bits: pending (not acknowledged: will be delivered again if
+// the rank restarts) and leased (somebody in its process looks at the bytes: they must stay).
 #pragma once
 
 #include <cstdint>
@@ -29,15 +31,16 @@ struct Delivery {
 
 class GroupReader {
  public:
-  // Joins as `rank` of `size`; makes the group if it is new. Records acknowledged by this rank before it
-  // restarted are not delivered again, the others are. Positions below `resume_at` count as acknowledged.
-  // Throws kNotAMember, kMemberBusy, kLimit.
-  GroupReader(std::shared_ptr<Session> session, const std::string& name, uint32_t rank, uint32_t size,
-              uint64_t resume_at);
+  // Joins as `rank` of `size`; makes the group if it is new. Records acknowledged by this rank
+  // before it restarted are not delivered again, the others are. Positions below `resume_at` count
+  // as acknowledged. Throws kNotAMember, kMemberBusy, kLimit.
+  GroupReader(std::shared_ptr<Session> session, const std::string& name, uint32_t rank,
+              uint32_t size, uint64_t resume_at);
 
-  // The next batch: the one in the log, or a new one of exactly `want.count` records (or the longest run
-  // within `want.weight` tokens). Shorter only when the ring is closed. Throws kClosed when the ring is
-  // closed and drained, kTimeout naming the producers, kNotAMember when the group was removed.
+  // The next batch: the one in the log, or a new one of exactly `want.count` records (or the
+  // longest run within `want.weight` tokens). Shorter only when the ring is closed. Throws kClosed
+  // when the ring is closed and drained, kTimeout naming the producers, kNotAMember when the group
+  // was removed.
   Delivery Get(Want want, int64_t deadline_ns, const Interrupt& interrupt);
 
   // The same without waiting: nullopt after arming this participant's FIFO.
@@ -49,10 +52,12 @@ class GroupReader {
   // Ends a lease; what was not acknowledged will be delivered again.
   void Release(const std::vector<uint32_t>& slots);
 
-  // The same for destructors: if the lock's owner does not run, it is done at the session's next call.
+  // The same for destructors: if the lock's owner does not run, it is done at the session's next
+  // call.
   void ReleaseSoon(const std::vector<uint32_t>& slots) noexcept;
 
-  // Gives up the membership; another process may take the rank. Throws kViewsAlive while it holds records.
+  // Gives up the membership; another process may take the rank. Throws kViewsAlive while it holds
+  // records.
   void Leave();
 
   // Positions appended so far.
@@ -86,8 +91,8 @@ class GroupReader {
 };
 
 // Removes a group that no live process is a member of. Records that nobody
-// acknowledged go back to their place in the ready queue; partly acknowledged ones are dropped and counted.
-// Throws kMemberBusy, kNotAMember.
+// acknowledged go back to their place in the ready queue; partly acknowledged ones are dropped and
+// counted. Throws kMemberBusy, kNotAMember.
 void RemoveGroup(Session& session, const std::string& name);
 
 // Records that this session holds leases on, in all groups.

@@ -1,9 +1,9 @@
 // Exactly-once publication: which sequence numbers of a producer were published.
 //
 // A window is an array of words (epoch << 32 | bitmap). Sequence number s has bit s % 32 of word
-// (s / 32) % num_words, in epoch s / 32 / num_words. Marking a number of a later epoch replaces the word and
-// so forgets numbers one window back: those are then "too old", never mistaken for new. One atomic store per
-// mark, so a crash leaves the mark made or not made.
+// (s / 32) % num_words, in epoch s / 32 / num_words. Marking a number of a later epoch replaces the
+// word and so forgets numbers one window back: those are then "too old", never mistaken for new.
+// One atomic store per mark, so a crash leaves the mark made or not made.
 #pragma once
 
 #include <atomic>
@@ -38,7 +38,9 @@ class KeyWindow {
   }
 
  private:
-  std::atomic<uint64_t>& WordOf(uint64_t seq) const { return words_[seq / kKeysPerWord % num_words_]; }
+  std::atomic<uint64_t>& WordOf(uint64_t seq) const {
+    return words_[seq / kKeysPerWord % num_words_];
+  }
   uint64_t EpochOf(uint64_t seq) const { return (seq / kKeysPerWord / num_words_) & 0xFFFFFFFFu; }
   static uint64_t BitOf(uint64_t seq) { return uint64_t{1} << (seq % kKeysPerWord); }
 

@@ -1,15 +1,17 @@
 // The bytes of a ring file. Every offset is derived here and stated nowhere else.
 //
-//   Header | participants | groups | producers + key windows | group logs | slots | arena | geometry copy
+//   Header | participants | groups | producers + key windows | group logs | slots | arena |
+//   geometry copy
 //
-// Truth and derived data. Recovery trusts only: the slot words (state, extent, seq, versions, key, masks),
-// `Group::state/length`, `Member::ack_from/ack_to`, `Control::closed/min_version/next_seq` and the key
-// windows. Lists, logs, cursors, sums and the ready queue are rebuilt from them.
+// Truth and derived data. Recovery trusts only: the slot words (state, extent, seq, versions, key,
+// masks), `Group::state/length`, `Member::ack_from/ack_to`, `Control::closed/min_version/next_seq`
+// and the key windows. Lists, logs, cursors, sums and the ready queue are rebuilt from them.
 //
-// Order. A change of truth is one store to an atomic word, made after every field that it makes valid and
-// before every field that it makes meaningless. All of it happens under the metadata lock, so live processes
-// are ordered by that lock; the order of a process that dies is its program order, because a store that was
-// executed reaches memory. `Publish` keeps the compiler from moving other stores across the word.
+// Order. A change of truth is one store to an atomic word, made after every field that it makes
+// valid and before every field that it makes meaningless. All of it happens under the metadata
+// lock, so live processes are ordered by that lock; the order of a process that dies is its program
+// order, because a store that was executed reaches memory. `Publish` keeps the compiler from moving
+// other stores across the word.
 #pragma once
 
 #include <atomic>
@@ -20,7 +22,8 @@
 namespace asyncrl::ring {
 
 static_assert(std::endian::native == std::endian::little, "ring files are little-endian");
-static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(std::atomic<uint32_t>::is_always_lock_free &&
+              std::atomic<uint64_t>::is_always_lock_free);
 
 inline constexpr char kMagic[8] = {'A', 'R', 'L', 'R', 'I', 'N', 'G', '\n'};
 inline constexpr uint32_t kAbiMajor = 1;  // another major: the file cannot be used
@@ -34,7 +37,8 @@ inline constexpr uint32_t kNameBytes = 64;     // terminating zero included
 inline constexpr uint64_t kExtentAlign = 64;
 inline constexpr uint64_t kKeysPerWord = 32;
 
-// Sizes chosen at creation, and what follows from them. Immutable; stored twice, each with its checksum.
+// Sizes chosen at creation, and what follows from them. Immutable; stored twice, each with its
+// checksum.
 struct Geometry {
   char magic[8];
   uint32_t abi_major, abi_minor;
@@ -43,7 +47,8 @@ struct Geometry {
   uint64_t page_bytes, arena_bytes, max_record_bytes, key_window, lock_inode;
   uint32_t num_slots, num_participants, num_groups, num_producers;
   // derived by DeriveOffsets
-  uint64_t participants_at, groups_at, producers_at, windows_at, logs_at, slots_at, arena_at, copy_at;
+  uint64_t participants_at, groups_at, producers_at, windows_at, logs_at, slots_at, arena_at,
+      copy_at;
   uint64_t total_bytes;
   uint32_t reserved;
   uint32_t checksum;  // CRC-32C of all bytes before it
@@ -51,7 +56,8 @@ struct Geometry {
 
 enum class SlotState : uint32_t { kFree = 0, kClaimed = 1, kReady = 2, kHeld = 3 };
 
-// One record's bookkeeping. kFree -> kClaimed(owner) -> kReady(seq) -> kHeld(group, position) -> kFree.
+// One record's bookkeeping. kFree -> kClaimed(owner) -> kReady(seq) -> kHeld(group, position) ->
+// kFree.
 struct alignas(128) Slot {
   std::atomic<SlotState> state;
   uint32_t owner;    // participant that claimed it
@@ -60,8 +66,8 @@ struct alignas(128) Slot {
   uint64_t seq;      // order of publication
   uint64_t key_seq;  // with `producer`: the publication key
   int64_t min_version, max_version;
-  uint64_t publish_ns;  // CLOCK_MONOTONIC
-  uint64_t position;    // in its group's log
+  uint64_t publish_ns;            // CLOCK_MONOTONIC
+  uint64_t position;              // in its group's log
   std::atomic<uint64_t> pending;  // members that have not acknowledged it
   std::atomic<uint64_t> leased;   // members that hold a view of it
   uint32_t producer;              // index of the key's producer, or kNil
@@ -88,8 +94,8 @@ struct alignas(128) Participant {
   char name[kNameBytes];
 };
 
-// A rank of a group. ack_from is written before ack_to; ack_to != 0 means that the acknowledgement of
-// positions [ack_from, ack_to) has happened and that clearing its bits may be unfinished.
+// A rank of a group. ack_from is written before ack_to; ack_to != 0 means that the acknowledgement
+// of positions [ack_from, ack_to) has happened and that clearing its bits may be unfinished.
 struct Member {
   std::atomic<uint64_t> ack_from, ack_to;
   uint64_t cursor;       // derived: no position below it waits for delivery
@@ -101,8 +107,9 @@ enum class GroupState : uint32_t { kNone = 0, kActive = 1, kRemoving = 2 };
 
 struct alignas(128) Group {
   std::atomic<GroupState> state;
-  uint32_t size;                 // members
-  std::atomic<uint64_t> length;  // commits an append: a slot held at or beyond it was never delivered
+  uint32_t size;  // members
+  std::atomic<uint64_t>
+      length;  // commits an append: a slot held at or beyond it was never delivered
   char name[kNameBytes];
   Member members[kMaxMembers];
 };
@@ -113,14 +120,21 @@ inline uint64_t AllMembers(const Group& group) {
 }
 
 // A producer identity, and which of its sequence numbers were published: a window of words, each
-// (epoch << 32 | bitmap of 32 sequence numbers). One store marks a number and ages an older epoch out.
+// (epoch << 32 | bitmap of 32 sequence numbers). One store marks a number and ages an older epoch
+// out.
 struct alignas(64) Producer {
   std::atomic<uint32_t> state;  // 0: empty
   uint32_t reserved;
   uint64_t uid[2];
 };
 
-enum class DropReason : uint32_t { kStale = 0, kOldest = 1, kEvicted = 2, kGroupRemoved = 3, kDamaged = 4 };
+enum class DropReason : uint32_t {
+  kStale = 0,
+  kOldest = 1,
+  kEvicted = 2,
+  kGroupRemoved = 3,
+  kDamaged = 4
+};
 inline constexpr uint32_t kNumDropReasons = 5;
 
 struct Control {
@@ -184,8 +198,8 @@ inline constexpr void DeriveOffsets(Geometry& g) {
   g.total_bytes = AlignUp(at, g.page_bytes);
 }
 
-// Stores a word of truth: after all earlier stores and before all later ones, as the compiler sees it,
-// and with release order for other processes.
+// Stores a word of truth: after all earlier stores and before all later ones, as the compiler sees
+// it, and with release order for other processes.
 template <typename T>
 inline void Publish(std::atomic<T>& word, T value) {
   std::atomic_signal_fence(std::memory_order_seq_cst);

@@ -26,7 +26,8 @@ void Relax() {
 bool MetadataLock::Spin() {
   for (int spin = 0; spin < kSpins; ++spin) {
     uint32_t expected = 0;
-    if (Peek(word_) == 0 && word_.compare_exchange_strong(expected, self_ + 1, std::memory_order_acquire)) {
+    if (Peek(word_) == 0 &&
+        word_.compare_exchange_strong(expected, self_ + 1, std::memory_order_acquire)) {
       return true;
     }
     Relax();
@@ -41,14 +42,16 @@ bool MetadataLock::Acquire(int64_t timeout_ns) {
     uint32_t word = word_.load(std::memory_order_relaxed);
     if (word == 0) {
       // Others may sleep as well: keep the mark, so that the release wakes one of them.
-      if (word_.compare_exchange_strong(word, (self_ + 1) | kLockWaiters, std::memory_order_acquire)) {
+      if (word_.compare_exchange_strong(word, (self_ + 1) | kLockWaiters,
+                                        std::memory_order_acquire)) {
         CRASH_POINT("lock.contended");
         return false;
       }
       continue;
     }
     if (!(word & kLockWaiters)) {
-      if (!word_.compare_exchange_strong(word, word | kLockWaiters, std::memory_order_relaxed)) continue;
+      if (!word_.compare_exchange_strong(word, word | kLockWaiters, std::memory_order_relaxed))
+        continue;
       word |= kLockWaiters;
     }
     CRASH_POINT("lock.waiting");
@@ -60,8 +63,8 @@ bool MetadataLock::Acquire(int64_t timeout_ns) {
   }
 }
 
-// Holding the dead owner's byte means that nobody can become that participant, so a word that still names
-// it is still the dead one's: there is no A-B-A between the probe and the exchange.
+// Holding the dead owner's byte means that nobody can become that participant, so a word that still
+// names it is still the dead one's: there is no A-B-A between the probe and the exchange.
 bool MetadataLock::StealFrom(uint32_t owner) {
   if (owner >= region_.geometry().num_participants) {
     throw RingError(ErrorKind::kCorrupt, region_.directory() + ": the lock names participant " +
@@ -74,7 +77,8 @@ bool MetadataLock::StealFrom(uint32_t owner) {
   bool stolen = false;
   uint32_t word = word_.load(std::memory_order_relaxed);
   while (!stolen && word != 0 && OwnerOf(word) == owner) {
-    stolen = word_.compare_exchange_strong(word, (self_ + 1) | kLockWaiters, std::memory_order_acquire);
+    stolen =
+        word_.compare_exchange_strong(word, (self_ + 1) | kLockWaiters, std::memory_order_acquire);
   }
   CRASH_POINT("steal.exchanged");
   presence_.Drop(owner);

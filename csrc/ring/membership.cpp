@@ -23,7 +23,8 @@ uint32_t CountLeases(Session& session, uint32_t group, uint32_t rank) {
   uint32_t count = 0;
   for (uint32_t index = 0; index < session.geometry().num_slots; ++index) {
     const Slot& slot = session.table().slot(index);
-    if (Peek(slot.state) == SlotState::kHeld && slot.group == group && (Peek(slot.leased) >> rank & 1)) {
+    if (Peek(slot.state) == SlotState::kHeld && slot.group == group &&
+        (Peek(slot.leased) >> rank & 1)) {
       ++count;
     }
   }
@@ -36,13 +37,14 @@ GroupReader::GroupReader(std::shared_ptr<Session> session, const std::string& na
                          uint32_t size, uint64_t resume_at)
     : session_(std::move(session)), name_(name), rank_(rank), size_(size) {
   if (size == 0 || size > kMaxMembers || rank >= size) {
-    throw RingError(ErrorKind::kNotAMember, "group " + name + ": rank " + std::to_string(rank) + " of " +
-                                                std::to_string(size) + " (at most " +
+    throw RingError(ErrorKind::kNotAMember, "group " + name + ": rank " + std::to_string(rank) +
+                                                " of " + std::to_string(size) + " (at most " +
                                                 std::to_string(kMaxMembers) + ") is not a member");
   }
   if (name.empty() || name.size() >= kNameBytes) {
-    throw RingError(ErrorKind::kNotAMember, "a group's name has 1 to " + std::to_string(kNameBytes - 1) +
-                                                " bytes, this one has " + std::to_string(name.size()));
+    throw RingError(ErrorKind::kNotAMember,
+                    "a group's name has 1 to " + std::to_string(kNameBytes - 1) +
+                        " bytes, this one has " + std::to_string(name.size()));
   }
   Join(resume_at);
 }
@@ -68,23 +70,26 @@ uint32_t GroupReader::FindOrMake() {
     CRASH_POINT("group.made");
     return index;
   }
-  throw RingError(ErrorKind::kLimit, session_->region().directory() + ": all " +
-                                         std::to_string(session_->geometry().num_groups) +
-                                         " groups are in use; remove one, or create the ring with more");
+  throw RingError(ErrorKind::kLimit,
+                  session_->region().directory() + ": all " +
+                      std::to_string(session_->geometry().num_groups) +
+                      " groups are in use; remove one, or create the ring with more");
 }
 
 void GroupReader::Join(uint64_t resume_at) {
   Session::Locked locked(*session_);
   index_ = FindOrMake();
   if (group().size != size_) {
-    throw RingError(ErrorKind::kNotAMember, "group " + name_ + " has " + std::to_string(group().size) +
-                                                " members, this process says " + std::to_string(size_));
+    throw RingError(ErrorKind::kNotAMember,
+                    "group " + name_ + " has " + std::to_string(group().size) +
+                        " members, this process says " + std::to_string(size_));
   }
   const uint32_t holder = member().participant;
   if (holder != session_->self()) {
     if (holder != kNil && session_->IsAlive(holder)) {
       throw RingError(ErrorKind::kMemberBusy, "group " + name_ + " rank " + std::to_string(rank_) +
-                                                  " belongs to " + DescribeParticipant(*session_, holder));
+                                                  " belongs to " +
+                                                  DescribeParticipant(*session_, holder));
     }
     session_->Sweep(locked);  // ends the leases of the process that had this rank
     CRASH_POINT("join.swept");
@@ -100,8 +105,9 @@ void GroupReader::Leave() {
   CheckMember();
   const uint32_t leases = CountLeases(*session_, index_, rank_);
   if (leases > 0) {
-    throw RingError(ErrorKind::kViewsAlive, "group " + name_ + " rank " + std::to_string(rank_) + " holds " +
-                                                std::to_string(leases) + " records; release them first");
+    throw RingError(ErrorKind::kViewsAlive, "group " + name_ + " rank " + std::to_string(rank_) +
+                                                " holds " + std::to_string(leases) +
+                                                " records; release them first");
   }
   member().participant = kNil;
 }
@@ -111,8 +117,8 @@ void GroupReader::CheckMember() {
       member().participant == session_->self()) {
     return;
   }
-  throw RingError(ErrorKind::kNotAMember,
-                  "rank " + std::to_string(rank_) + " is no member of group " + name_ + " any more");
+  throw RingError(ErrorKind::kNotAMember, "rank " + std::to_string(rank_) +
+                                              " is no member of group " + name_ + " any more");
 }
 
 void RemoveGroup(Session& session, const std::string& name) {
@@ -125,7 +131,8 @@ void RemoveGroup(Session& session, const std::string& name) {
     const uint32_t holder = group.members[rank].participant;
     if (holder == kNil) continue;
     throw RingError(ErrorKind::kMemberBusy, "group " + name + " rank " + std::to_string(rank) +
-                                                " is in use by " + DescribeParticipant(session, holder));
+                                                " is in use by " +
+                                                DescribeParticipant(session, holder));
   }
   Publish(group.state, GroupState::kRemoving);
   CRASH_POINT("remove.marked");

@@ -39,7 +39,7 @@ struct PresenceRegistry {
 namespace {
 
 struct flock ByteOf(uint32_t index, short type) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = index;

@@ -1,8 +1,8 @@
 // Who is alive: one byte of the `lock` file per participant, held by an open-file-description lock.
 //
-// The kernel drops the lock when the last descriptor of the description is closed, so also at SIGKILL, and
-// it works across PID namespaces. Descriptors are O_CLOEXEC, and a forked child closes its copies at once
-// (pthread_atfork): otherwise it would keep a dead parent's byte.
+// The kernel drops the lock when the last descriptor of the description is closed, so also at
+// SIGKILL, and it works across PID namespaces. Descriptors are O_CLOEXEC, and a forked child closes
+// its copies at once (pthread_atfork): otherwise it would keep a dead parent's byte.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,15 @@ class Presence {
   Presence(const Presence&) = delete;
   Presence& operator=(const Presence&) = delete;
 
-  // Takes the first byte that nobody holds and returns its index, or kNil when all `limit` are held.
+  // Takes the first byte that nobody holds and returns its index, or kNil when all `limit` are
+  // held.
   uint32_t Claim(uint32_t limit);
 
   // Whether some process holds byte `index`. True for this object's own byte. Any thread.
   bool IsAlive(uint32_t index) const;
 
-  // Takes a dead participant's byte so that nobody can become that participant meanwhile. Returns false
-  // when it is held: its owner lives, or another process is looking. Undo with Drop.
+  // Takes a dead participant's byte so that nobody can become that participant meanwhile. Returns
+  // false when it is held: its owner lives, or another process is looking. Undo with Drop.
   bool Seize(uint32_t index);
   void Drop(uint32_t index);
 
@@ -35,7 +36,8 @@ class Presence {
   // Inode of the lock file: a replaced file would hide participants from each other.
   uint64_t inode() const;
 
-  // True in a child of the process that opened it, and after Leave: there is no descriptor any more.
+  // True in a child of the process that opened it, and after Leave: there is no descriptor any
+  // more.
   bool forked() const { return fd_ < 0; }
 
  private:

@@ -85,16 +85,18 @@ bool Writer::ClaimOne(PutRequest& request, WhenFull when_full, uint32_t serial) 
     const KeyWindow window(session_.region().window(producer), session_.geometry().key_window);
     const KeyStatus status = window.Find(request.key->seq);
     if (status == KeyStatus::kTooOld) {
-      throw RingError(ErrorKind::kKeyTooOld,
-                      "key sequence " + std::to_string(request.key->seq) + " is more than " +
-                          std::to_string(session_.geometry().key_window) +
-                          " behind its producer's newest: whether it was published is no longer known");
+      throw RingError(
+          ErrorKind::kKeyTooOld,
+          "key sequence " + std::to_string(request.key->seq) + " is more than " +
+              std::to_string(session_.geometry().key_window) +
+              " behind its producer's newest: whether it was published is no longer known");
     }
     request.duplicate = status == KeyStatus::kPublished;
     if (request.duplicate) return true;
   }
   Table& table = session_.table();
-  if (when_full != WhenFull::kDropOldest && control.ticket != 0 && control.ticket != TicketOf(serial)) {
+  if (when_full != WhenFull::kDropOldest && control.ticket != 0 &&
+      control.ticket != TicketOf(serial)) {
     return false;
   }
   request.slot = table.Allocate(request.length, session_.self());
@@ -121,7 +123,8 @@ void Writer::Commit(std::span<PutRequest> requests, bool with_checksum) {
   CRASH_POINT("commit.copied");
   if (with_checksum) {
     for (PutRequest& request : requests) {
-      if (request.slot != kNil) table.slot(request.slot).checksum = Crc32c(Payload(request), request.length);
+      if (request.slot != kNil)
+        table.slot(request.slot).checksum = Crc32c(Payload(request), request.length);
     }
   }
   Session::Locked locked(session_);
@@ -140,7 +143,8 @@ void Writer::Commit(std::span<PutRequest> requests, bool with_checksum) {
   for (PutRequest& request : requests) {
     if (request.slot != kNil && request.key) {
       const Slot& slot = table.slot(request.slot);
-      const KeyWindow window(session_.region().window(slot.producer), session_.geometry().key_window);
+      const KeyWindow window(session_.region().window(slot.producer),
+                             session_.geometry().key_window);
       if (window.Find(slot.key_seq) != KeyStatus::kNew) {  // another attempt was faster
         table.Free(request.slot);
         request.slot = kNil;
@@ -189,18 +193,19 @@ void Writer::DropTicket(uint32_t serial) {
 void Writer::CheckSize(const PutRequest& request) const {
   const Geometry& geometry = session_.geometry();
   if (request.length <= geometry.max_record_bytes) return;
-  throw RingError(ErrorKind::kTooLarge, "a record of " + std::to_string(request.length) +
-                                            " bytes exceeds max_record_bytes = " +
-                                            std::to_string(geometry.max_record_bytes) +
-                                            "; make the ring's arena (now " +
-                                            std::to_string(geometry.arena_bytes) + " bytes) larger");
+  throw RingError(ErrorKind::kTooLarge,
+                  "a record of " + std::to_string(request.length) +
+                      " bytes exceeds max_record_bytes = " +
+                      std::to_string(geometry.max_record_bytes) + "; make the ring's arena (now " +
+                      std::to_string(geometry.arena_bytes) + " bytes) larger");
 }
 
 void Writer::CheckFresh(const PutRequest& request) {
   const int64_t bound = Peek(session_.control().min_version);
   if (request.min_version >= bound) return;
-  throw RingError(ErrorKind::kStale, "a record of policy version " + std::to_string(request.min_version) +
-                                         " is below the ring's min_version = " + std::to_string(bound));
+  throw RingError(ErrorKind::kStale,
+                  "a record of policy version " + std::to_string(request.min_version) +
+                      " is below the ring's min_version = " + std::to_string(bound));
 }
 
 void Writer::CheckOpen() {
@@ -220,9 +225,10 @@ uint32_t Writer::ProducerOf(const Key& key) {
     }
   }
   if (empty == kNil) {
-    throw RingError(ErrorKind::kLimit, session_.region().directory() + ": " + std::to_string(count) +
-                                           " producer uids are known already; create the ring with more"
-                                           " num_producers, or keep a producer's uid over its restarts");
+    throw RingError(ErrorKind::kLimit,
+                    session_.region().directory() + ": " + std::to_string(count) +
+                        " producer uids are known already; create the ring with more"
+                        " num_producers, or keep a producer's uid over its restarts");
   }
   producers[empty].uid[0] = key.uid[0];
   producers[empty].uid[1] = key.uid[1];

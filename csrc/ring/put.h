@@ -2,8 +2,9 @@
 //
 //   Claim -> the caller fills Payload(request) -> Commit
 //
-// A claim that is not committed is given back by Abandon, or by whoever notices that its process died.
-// A record with a key is published at most once, however often its producer dies and tries again.
+// A claim that is not committed is given back by Abandon, or by whoever notices that its process
+// died. A record with a key is published at most once, however often its producer dies and tries
+// again.
 #pragma once
 
 #include <cstdint>
@@ -36,20 +37,22 @@ class Writer {
   explicit Writer(Session& session) : session_(session) {}
 
   // Claims room for the first requests that fit, at least one, and returns how many; waits for room
-  // according to `when_full`. Throws kTooLarge, kStale, kKeyTooOld, kClosed, kFull, kTimeout (naming who
-  // holds the room). Any thread; the requests belong to the caller.
+  // according to `when_full`. Throws kTooLarge, kStale, kKeyTooOld, kClosed, kFull, kTimeout
+  // (naming who holds the room). Any thread; the requests belong to the caller.
   size_t Claim(std::span<PutRequest> requests, WhenFull when_full, int64_t deadline_ns,
                const Interrupt& interrupt);
 
-  // The same without waiting: returns 0 when there is no room, after arming this participant's FIFO.
-  // `serial` identifies the waiting put from call to call; it goes first once it has a ticket.
-  size_t TryClaim(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial, bool take_ticket);
+  // The same without waiting: returns 0 when there is no room, after arming this participant's
+  // FIFO. `serial` identifies the waiting put from call to call; it goes first once it has a
+  // ticket.
+  size_t TryClaim(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial,
+                  bool take_ticket);
 
   // Where the record of a claimed request goes.
   std::byte* Payload(const PutRequest& request);
 
-  // Publishes claimed requests, in order. Throws kClosed when the ring was closed meanwhile, and kStale
-  // when a version bound passed one; what was not published is given back.
+  // Publishes claimed requests, in order. Throws kClosed when the ring was closed meanwhile, and
+  // kStale when a version bound passed one; what was not published is given back.
   void Commit(std::span<PutRequest> requests, bool with_checksum);
 
   // Gives claims back.
@@ -66,7 +69,9 @@ class Writer {
   void CheckOpen();
   uint32_t ProducerOf(const Key& key);
   void WakeReaders(Session::Locked& locked);
-  uint64_t TicketOf(uint32_t serial) const { return (uint64_t{session_.self()} + 1) << 32 | serial; }
+  uint64_t TicketOf(uint32_t serial) const {
+    return (uint64_t{session_.self()} + 1) << 32 | serial;
+  }
 
   Session& session_;
 };

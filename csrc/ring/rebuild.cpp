@@ -81,7 +81,8 @@ void Table::RebuildLists() {
   uint32_t last = kNil;
   for (uint32_t index : live) {
     Slot& slot = slots_[index];
-    const uint64_t free_from = last == kNil ? 0 : slots_[last].offset + ExtentBytes(slots_[last].length);
+    const uint64_t free_from =
+        last == kNil ? 0 : slots_[last].offset + ExtentBytes(slots_[last].length);
     if (slot.offset < free_from) {  // two records cannot share bytes: the words were overwritten
       Publish(slot.state, SlotState::kFree);
       ++control_.num_dropped[static_cast<uint32_t>(DropReason::kDamaged)];
@@ -136,11 +137,13 @@ std::string Table::Check() {
     if (++num_free > geometry_.num_slots) return "the free list is a cycle";
   }
   uint32_t num_live = 0, prev = kNil;
-  for (uint32_t index = control_.address_head; index != kNil; prev = index, index = slots_[index].next) {
+  for (uint32_t index = control_.address_head; index != kNil;
+       prev = index, index = slots_[index].next) {
     const Slot& slot = slots_[index];
     if (++num_live > geometry_.num_slots) return "the address list is a cycle";
     if (Peek(slot.state) == SlotState::kFree) return "a free slot is in the address list";
-    if (!IsSane(slot) || slot.offset < end || slot.prev != prev) return "the address list is out of order";
+    if (!IsSane(slot) || slot.offset < end || slot.prev != prev)
+      return "the address list is out of order";
     end = slot.offset + ExtentBytes(slot.length);
     bytes += ExtentBytes(slot.length);
     if (Peek(slot.state) == SlotState::kClaimed) ++num_claimed;

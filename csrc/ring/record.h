@@ -1,6 +1,7 @@
 // The bytes of a record: a header, a fixed table of fields, the fields. A record describes itself.
 //
-//   RecordHeader | RecordField[num_fields] | scalars, 8 bytes each | arrays, each aligned to 64 bytes
+//   RecordHeader | RecordField[num_fields] | scalars, 8 bytes each | arrays, each aligned to 64
+//   bytes
 #pragma once
 
 #include <cstdint>
@@ -14,27 +15,42 @@ inline constexpr uint32_t kRecordMagic = 0x31434552;  // "REC1"
 inline constexpr uint32_t kFieldNameBytes = 24;       // terminating zero included
 inline constexpr uint64_t kFieldAlign = 64;
 
-enum class DType : uint8_t { kInt8, kUint8, kInt16, kUint16, kInt32, kUint32, kInt64, kUint64, kFloat16,
-                             kFloat32, kFloat64, kBool, kString };
+enum class DType : uint8_t {
+  kInt8,
+  kUint8,
+  kInt16,
+  kUint16,
+  kInt32,
+  kUint32,
+  kInt64,
+  kUint64,
+  kFloat16,
+  kFloat32,
+  kFloat64,
+  kBool,
+  kString
+};
 
 struct DTypeInfo {
   DType dtype;
-  const char* name;      // as numpy spells it
-  const char* formats;   // the struct-module characters of a buffer of this type
+  const char* name;     // as numpy spells it
+  const char* formats;  // the struct-module characters of a buffer of this type
   uint32_t item_bytes;
 };
 
 inline constexpr DTypeInfo kDTypes[] = {
-    {DType::kInt8, "int8", "b", 1},        {DType::kUint8, "uint8", "B", 1},
-    {DType::kInt16, "int16", "h", 2},      {DType::kUint16, "uint16", "H", 2},
-    {DType::kInt32, "int32", "il", 4},     {DType::kUint32, "uint32", "IL", 4},
-    {DType::kInt64, "int64", "lq", 8},     {DType::kUint64, "uint64", "LQ", 8},
-    {DType::kFloat16, "float16", "e", 2},  {DType::kFloat32, "float32", "f", 4},
-    {DType::kFloat64, "float64", "d", 8},  {DType::kBool, "bool", "?", 1},
+    {DType::kInt8, "int8", "b", 1},       {DType::kUint8, "uint8", "B", 1},
+    {DType::kInt16, "int16", "h", 2},     {DType::kUint16, "uint16", "H", 2},
+    {DType::kInt32, "int32", "il", 4},    {DType::kUint32, "uint32", "IL", 4},
+    {DType::kInt64, "int64", "lq", 8},    {DType::kUint64, "uint64", "LQ", 8},
+    {DType::kFloat16, "float16", "e", 2}, {DType::kFloat32, "float32", "f", 4},
+    {DType::kFloat64, "float64", "d", 8}, {DType::kBool, "bool", "?", 1},
     {DType::kString, "str", "", 1},  // UTF-8
 };
 
-inline constexpr const DTypeInfo& InfoOf(DType dtype) { return kDTypes[static_cast<uint8_t>(dtype)]; }
+inline constexpr const DTypeInfo& InfoOf(DType dtype) {
+  return kDTypes[static_cast<uint8_t>(dtype)];
+}
 
 struct RecordField {
   char name[kFieldNameBytes];

@@ -39,7 +39,9 @@ void MakeDirectory(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) ThrowSystem("mkdir " + path);
 }
 
-uint32_t ChecksumOf(const Geometry& geometry) { return Crc32c(&geometry, offsetof(Geometry, checksum)); }
+uint32_t ChecksumOf(const Geometry& geometry) {
+  return Crc32c(&geometry, offsetof(Geometry, checksum));
+}
 
 Geometry MakeGeometry(const Options& options, uint64_t page_bytes, uint64_t lock_inode) {
   Geometry g{};
@@ -69,13 +71,15 @@ void CheckOptions(const Options& options) {
   };
   require(options.arena_bytes > 0, "arena_bytes must be positive");
   require(options.num_slots > 0 && options.num_slots < kNil, "num_slots must be positive");
-  require(options.num_participants > 0 && options.num_participants < 32768, "1 to 32767 participants");
-  require(options.num_groups > 0 && options.num_producers > 0, "at least one group and one producer");
+  require(options.num_participants > 0 && options.num_participants < 32768,
+          "1 to 32767 participants");
+  require(options.num_groups > 0 && options.num_producers > 0,
+          "at least one group and one producer");
   require(options.key_window > 0 && options.key_window % kKeysPerWord == 0,
           "key_window must be a positive multiple of 32");
   require(options.max_record_bytes <= options.arena_bytes,
-          "max_record_bytes = " + std::to_string(options.max_record_bytes) + " exceeds arena_bytes = " +
-              std::to_string(options.arena_bytes));
+          "max_record_bytes = " + std::to_string(options.max_record_bytes) +
+              " exceeds arena_bytes = " + std::to_string(options.arena_bytes));
 }
 
 void Reserve(const File& file, const std::string& directory, uint64_t total) {
@@ -83,11 +87,13 @@ void Reserve(const File& file, const std::string& directory, uint64_t total) {
       fallocate(file.fd(), 0, 0, static_cast<off_t>(total)) == 0) {
     return;
   }
-  if (errno != ENOSPC && errno != EFBIG && errno != ENOMEM) ThrowSystem("reserving " + directory + "/ring");
-  struct statvfs space {};
+  if (errno != ENOSPC && errno != EFBIG && errno != ENOMEM)
+    ThrowSystem("reserving " + directory + "/ring");
+  struct statvfs space{};
   statvfs(directory.c_str(), &space);
   throw RingError(ErrorKind::kNoSpace,
-                  directory + ": the ring needs " + std::to_string(total) + " bytes, the file system has " +
+                  directory + ": the ring needs " + std::to_string(total) +
+                      " bytes, the file system has " +
                       std::to_string(uint64_t{space.f_bavail} * space.f_bsize) +
                       " free; make the arena smaller or the file system larger");
 }
@@ -100,9 +106,11 @@ std::byte* Map(int fd, uint64_t total) {
 
 Geometry ReadGeometry(const File& file, const std::string& path, uint64_t offset) {
   Geometry g;
-  if (pread(file.fd(), &g, sizeof(g), static_cast<off_t>(offset)) != static_cast<ssize_t>(sizeof(g)) ||
+  if (pread(file.fd(), &g, sizeof(g), static_cast<off_t>(offset)) !=
+          static_cast<ssize_t>(sizeof(g)) ||
       std::memcmp(g.magic, kMagic, sizeof(kMagic)) != 0) {
-    throw RingError(ErrorKind::kForeign, path + ": not a ring (no magic number); was it made by Ring.create?");
+    throw RingError(ErrorKind::kForeign,
+                    path + ": not a ring (no magic number); was it made by Ring.create?");
   }
   return g;
 }
@@ -112,19 +120,22 @@ void CheckGeometry(const Geometry& g, const std::string& path, uint64_t file_byt
     throw RingError(ErrorKind::kAbi, path + ": ring ABI " + std::to_string(g.abi_major) + "." +
                                          std::to_string(g.abi_minor) + " with features " +
                                          std::to_string(g.incompatible) + ", this build reads " +
-                                         std::to_string(kAbiMajor) + "; use one version of asyncrl");
+                                         std::to_string(kAbiMajor) +
+                                         "; use one version of asyncrl");
   }
   if (g.checksum != ChecksumOf(g)) {
-    throw RingError(ErrorKind::kCorrupt, path + ": the header's checksum is " + std::to_string(g.checksum) +
-                                             " and should be " + std::to_string(ChecksumOf(g)) +
+    throw RingError(ErrorKind::kCorrupt, path + ": the header's checksum is " +
+                                             std::to_string(g.checksum) + " and should be " +
+                                             std::to_string(ChecksumOf(g)) +
                                              "; try `asyncrl ring --repair`");
   }
   Geometry expected = g;
   DeriveOffsets(expected);
   if (std::memcmp(&expected, &g, sizeof(g)) != 0 || g.total_bytes != file_bytes) {
-    throw RingError(ErrorKind::kCorrupt, path + ": the header describes " + std::to_string(expected.total_bytes) +
-                                             " bytes, the file has " + std::to_string(file_bytes) +
-                                             "; it was truncated or overwritten: create the ring anew");
+    throw RingError(ErrorKind::kCorrupt,
+                    path + ": the header describes " + std::to_string(expected.total_bytes) +
+                        " bytes, the file has " + std::to_string(file_bytes) +
+                        "; it was truncated or overwritten: create the ring anew");
   }
 }
 
@@ -132,7 +143,8 @@ File OpenRing(const std::string& directory) {
   const std::string path = directory + "/ring";
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0 && (errno == ENOENT || errno == ENOTDIR)) {
-    throw RingError(ErrorKind::kMissing, path + ": no such ring; create it first, or check the path");
+    throw RingError(ErrorKind::kMissing,
+                    path + ": no such ring; create it first, or check the path");
   }
   if (fd < 0) ThrowSystem(path);
   return File(fd);
@@ -152,7 +164,8 @@ void Region::Create(const std::string& directory, const Options& options) {
   MakeDirectory(directory);
   MakeDirectory(directory + "/wake");
   if (access(path.c_str(), F_OK) == 0) {
-    throw RingError(ErrorKind::kExists, path + ": a ring is there; open it, or remove it with Ring.unlink");
+    throw RingError(ErrorKind::kExists,
+                    path + ": a ring is there; open it, or remove it with Ring.unlink");
   }
   const File lock(open((directory + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (lock.fd() < 0) ThrowSystem(directory + "/lock");
@@ -181,7 +194,8 @@ void Region::Create(const std::string& directory, const Options& options) {
   }
   const std::string self = "/proc/self/fd/" + std::to_string(file.fd());
   if (linkat(AT_FDCWD, self.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0) {
-    if (errno == EEXIST) throw RingError(ErrorKind::kExists, path + ": another process made the ring first");
+    if (errno == EEXIST)
+      throw RingError(ErrorKind::kExists, path + ": another process made the ring first");
     ThrowSystem("link " + path);
   }
   CRASH_POINT("create.linked");
@@ -193,9 +207,12 @@ std::shared_ptr<Region> Region::Open(const std::string& directory, bool read_onl
   const Geometry geometry = ReadGeometry(file, path, 0);
   CheckGeometry(geometry, path, SizeOf(file));
   struct stat lock_status;
-  if (stat((directory + "/lock").c_str(), &lock_status) != 0 || lock_status.st_ino != geometry.lock_inode) {
-    throw RingError(ErrorKind::kCorrupt, directory + "/lock: missing or replaced since the ring was made, so"
-                                                     " participants cannot see each other: create the ring anew");
+  if (stat((directory + "/lock").c_str(), &lock_status) != 0 ||
+      lock_status.st_ino != geometry.lock_inode) {
+    throw RingError(ErrorKind::kCorrupt,
+                    directory +
+                        "/lock: missing or replaced since the ring was made, so"
+                        " participants cannot see each other: create the ring anew");
   }
   std::byte* base = Map(file.fd(), geometry.total_bytes);
   std::shared_ptr<Region> region(new Region(directory, base, geometry));
@@ -234,7 +251,8 @@ bool Region::RepairHeader(const std::string& directory) {
   }
   // The copy is the last 128-aligned Geometry of the last page.
   for (uint64_t at = size - size % 128; at >= 128 && size - at <= (uint64_t{2} << 20); at -= 128) {
-    if (pread(file.fd(), &good, sizeof(good), static_cast<off_t>(at)) != static_cast<ssize_t>(sizeof(good)) ||
+    if (pread(file.fd(), &good, sizeof(good), static_cast<off_t>(at)) !=
+            static_cast<ssize_t>(sizeof(good)) ||
         std::memcmp(good.magic, kMagic, sizeof(kMagic)) != 0 || good.copy_at != at) {
       continue;
     }
@@ -244,7 +262,8 @@ bool Region::RepairHeader(const std::string& directory) {
     }
     return true;
   }
-  throw RingError(ErrorKind::kCorrupt, path + ": neither the header nor its copy can be read; create it anew");
+  throw RingError(ErrorKind::kCorrupt,
+                  path + ": neither the header nor its copy can be read; create it anew");
 }
 
 Region::~Region() { munmap(base_, geometry_.total_bytes); }

@@ -1,7 +1,7 @@
 // The ring's directory and the mapping of its file:
-//   DIR/ring    the file of layout.h, linked into place complete, so that nobody sees a half-made one
-//   DIR/lock    one byte per participant (presence.h)
-//   DIR/wake/N  FIFO of participant N, for asyncio
+//   DIR/ring    the file of layout.h, linked into place complete, so that nobody sees a half-made
+//   one DIR/lock    one byte per participant (presence.h) DIR/wake/N  FIFO of participant N, for
+//   asyncio
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace asyncrl::ring {
 struct Options {
   uint64_t arena_bytes = 0;
   uint64_t max_record_bytes = 0;  // 0: half the arena
-  uint64_t key_window = 65536;    // publication keys in which duplicates are recognised, per producer
+  uint64_t key_window = 65536;  // publication keys in which duplicates are recognised, per producer
   uint32_t num_slots = 0;
   uint32_t num_participants = 256;
   uint32_t num_groups = 8;
@@ -24,12 +24,12 @@ struct Options {
 
 class Region {
  public:
-  // Makes the directory and links a complete, prefaulted ring into it. A process that dies inside leaves
-  // at most an empty directory. Throws kExists, kNoSpace, kSystem, std::invalid_argument.
+  // Makes the directory and links a complete, prefaulted ring into it. A process that dies inside
+  // leaves at most an empty directory. Throws kExists, kNoSpace, kSystem, std::invalid_argument.
   static void Create(const std::string& directory, const Options& options);
 
-  // Maps the ring. With `read_only_arena`, a write to a record faults instead of changing what other
-  // processes read. Throws kMissing, kForeign, kAbi, kCorrupt, kSystem.
+  // Maps the ring. With `read_only_arena`, a write to a record faults instead of changing what
+  // other processes read. Throws kMissing, kForeign, kAbi, kCorrupt, kSystem.
   static std::shared_ptr<Region> Open(const std::string& directory, bool read_only_arena);
 
   // Removes the directory's files, the ring first. Live participants keep their mappings.
@@ -53,7 +53,8 @@ class Region {
   Group* groups() { return At<Group>(geometry_.groups_at); }
   Producer* producers() { return At<Producer>(geometry_.producers_at); }
   std::atomic<uint64_t>* window(uint32_t producer) {
-    return At<std::atomic<uint64_t>>(geometry_.windows_at) + producer * (geometry_.key_window / kKeysPerWord);
+    return At<std::atomic<uint64_t>>(geometry_.windows_at) +
+           producer * (geometry_.key_window / kKeysPerWord);
   }
   uint32_t* log(uint32_t group) {
     return At<uint32_t>(geometry_.logs_at) + uint64_t{group} * geometry_.num_slots;

@@ -17,8 +17,9 @@ uint32_t ClaimIndex(Presence& presence, const Region& region) {
   const uint32_t limit = region.geometry().num_participants;
   const uint32_t index = presence.Claim(limit);
   if (index == kNil) {
-    throw RingError(ErrorKind::kLimit, region.directory() + ": all " + std::to_string(limit) +
-                                           " places are taken; create the ring with more num_participants");
+    throw RingError(ErrorKind::kLimit,
+                    region.directory() + ": all " + std::to_string(limit) +
+                        " places are taken; create the ring with more num_participants");
   }
   CRASH_POINT("attach.claimed");
   return index;
@@ -35,7 +36,8 @@ void NotifyFifo(const std::string& path) {
 
 }  // namespace
 
-std::shared_ptr<Session> Session::Attach(const std::string& directory, Role role, const std::string& name) {
+std::shared_ptr<Session> Session::Attach(const std::string& directory, Role role,
+                                         const std::string& name) {
   auto region = Region::Open(directory, /*read_only_arena=*/role != Role::kProducer);
   return std::make_shared<Session>(std::move(region), role, name);
 }
@@ -54,8 +56,8 @@ Session::~Session() {
     try {
       Detach();
     } catch (const RingError&) {
-      // The lock's owner does not run. The kernel drops this participant's byte, and whoever sweeps next
-      // takes back what it held.
+      // The lock's owner does not run. The kernel drops this participant's byte, and whoever sweeps
+      // next takes back what it held.
     }
   }
 }
@@ -96,15 +98,18 @@ void Session::Detach() {
 
 void Session::CheckUsable() const {
   if (detached_) {
-    throw RingError(ErrorKind::kDetached, region_->directory() + ": this handle was detached; open the ring again");
+    throw RingError(ErrorKind::kDetached,
+                    region_->directory() + ": this handle was detached; open the ring again");
   }
   if (presence_.forked()) {
-    throw RingError(ErrorKind::kDetached, region_->directory() +
-                                              ": this handle was opened before a fork; open the ring in the child");
+    throw RingError(ErrorKind::kDetached,
+                    region_->directory() +
+                        ": this handle was opened before a fork; open the ring in the child");
   }
 }
 
-Session::Locked::Locked(Session& session) : session_(session), mutex_(session.mutex_, std::defer_lock) {
+Session::Locked::Locked(Session& session)
+    : session_(session), mutex_(session.mutex_, std::defer_lock) {
   session.CheckUsable();
   mutex_.lock();
   if (session.lock_.Acquire(session.lock_timeout_ns_)) {
@@ -158,7 +163,8 @@ uint32_t Session::PrepareSleep(WaitPoint& point, bool armed) {
   return Peek(point.sequence);
 }
 
-void Session::Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns, const Interrupt& interrupt) {
+void Session::Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns,
+                    const Interrupt& interrupt) {
   if (FutexWaitUntil(point.sequence, sequence, std::min(deadline_ns, NowNs() + kWaitSlice))) return;
   interrupt();
   Locked locked(*this);
@@ -178,7 +184,8 @@ void Session::Sweep(Locked& locked) {
 
 void Session::Reclaim(uint32_t index, Locked& locked) {
   for (uint32_t slot = 0; slot < geometry().num_slots && control().num_claimed > 0; ++slot) {
-    if (Peek(table_.slot(slot).state) != SlotState::kClaimed || table_.slot(slot).owner != index) continue;
+    if (Peek(table_.slot(slot).state) != SlotState::kClaimed || table_.slot(slot).owner != index)
+      continue;
     table_.Free(slot);
     ++control().num_reclaimed;
     CRASH_POINT("reclaim.claim");

@@ -1,8 +1,8 @@
-// One participant's access to a ring: its place among the participants, the metadata lock with recovery,
-// and waking.
+// One participant's access to a ring: its place among the participants, the metadata lock with
+// recovery, and waking.
 //
-// Any thread of the process may call; a mutex inside lets one thread at a time compete for the lock that
-// is shared between processes. In a forked child every call throws kDetached.
+// Any thread of the process may call; a mutex inside lets one thread at a time compete for the lock
+// that is shared between processes. In a forked child every call throws kDetached.
 #pragma once
 
 #include <functional>
@@ -26,17 +26,18 @@ using Interrupt = std::function<void()>;
 
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  // Attaches: claims an index, recovers what its predecessor left, registers. Throws what Region::Open
-  // throws, and kLimit when all places are taken. `name` is cut to kNameBytes - 1.
-  static std::shared_ptr<Session> Attach(const std::string& directory, Role role, const std::string& name);
+  // Attaches: claims an index, recovers what its predecessor left, registers. Throws what
+  // Region::Open throws, and kLimit when all places are taken. `name` is cut to kNameBytes - 1.
+  static std::shared_ptr<Session> Attach(const std::string& directory, Role role,
+                                         const std::string& name);
   Session(std::shared_ptr<Region> region, Role role, const std::string& name);
   ~Session();
 
   // Leaves the ring. The mapping lives on until the last reference to this object is gone.
   void Detach();
 
-  // Holding one means holding the metadata lock, with sound tables. What was marked for waking is woken
-  // when it ends, after the lock is free.
+  // Holding one means holding the metadata lock, with sound tables. What was marked for waking is
+  // woken when it ends, after the lock is free.
   class Locked {
    public:
     explicit Locked(Session& session);
@@ -62,18 +63,20 @@ class Session : public std::enable_shared_from_this<Session> {
   // With the lock: frees a held slot that nobody waits for or looks at any more.
   void FreeIfDone(uint32_t slot, Locked& locked);
 
-  // With the lock: note this thread (or, with `armed`, this participant's FIFO) as waiting, before it is
-  // released. Returns the sequence to sleep on.
+  // With the lock: note this thread (or, with `armed`, this participant's FIFO) as waiting, before
+  // it is released. Returns the sequence to sleep on.
   uint32_t PrepareSleep(WaitPoint& point, bool armed);
 
-  // Without the lock: sleeps for a slice or until woken. After a full slice calls `interrupt` and sweeps.
+  // Without the lock: sleeps for a slice or until woken. After a full slice calls `interrupt` and
+  // sweeps.
   void Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns, const Interrupt& interrupt);
 
-  // Makes this participant's FIFO if it is missing, and opens it for reading, non-blocking. The caller
-  // closes the descriptor.
+  // Makes this participant's FIFO if it is missing, and opens it for reading, non-blocking. The
+  // caller closes the descriptor.
   int OpenWakeFifo();
 
-  // A lease ended where the lock could not be waited for; `release` runs under the lock at the next chance.
+  // A lease ended where the lock could not be waited for; `release` runs under the lock at the next
+  // chance.
   void Defer(std::function<void(Locked&)> release);
 
   Region& region() { return *region_; }

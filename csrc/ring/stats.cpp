@@ -28,15 +28,19 @@ Stats Collect(Region& region) {
   stats.num_reclaimed = control.num_reclaimed;
   stats.num_recoveries = control.num_recoveries;
   stats.num_steals = control.num_steals;
-  std::copy(std::begin(control.num_dropped), std::end(control.num_dropped), std::begin(stats.num_dropped));
+  std::copy(std::begin(control.num_dropped), std::end(control.num_dropped),
+            std::begin(stats.num_dropped));
   stats.min_version = Peek(control.min_version);
   stats.closed = Peek(control.closed) != 0;
   return stats;
 }
 
-std::string NameOf(const char (&name)[kNameBytes]) { return std::string(name, strnlen(name, kNameBytes)); }
+std::string NameOf(const char (&name)[kNameBytes]) {
+  return std::string(name, strnlen(name, kNameBytes));
+}
 
-std::vector<ParticipantInfo> CollectParticipants(Region& region, const Presence& presence, uint64_t now) {
+std::vector<ParticipantInfo> CollectParticipants(Region& region, const Presence& presence,
+                                                 uint64_t now) {
   std::vector<ParticipantInfo> found;
   for (uint32_t index = 0; index < region.geometry().num_participants; ++index) {
     const Participant& who = region.participants()[index];

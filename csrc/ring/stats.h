@@ -1,4 +1,5 @@
-// What is in a ring: counts under the lock, and a lock-free look inside for a ring whose lock is stuck.
+// What is in a ring: counts under the lock, and a lock-free look inside for a ring whose lock is
+// stuck.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@ namespace asyncrl::ring {
 struct Stats {
   uint32_t num_slots, num_free, num_ready, num_claimed, num_held;
   uint64_t arena_bytes, bytes_used, ready_weight, max_record_bytes;
-  uint64_t num_puts, num_duplicates, num_gets, num_acks, num_nacks, num_reclaimed, num_recoveries, num_steals;
+  uint64_t num_puts, num_duplicates, num_gets, num_acks, num_nacks, num_reclaimed, num_recoveries,
+      num_steals;
   uint64_t num_dropped[kNumDropReasons];
   int64_t min_version;
   bool closed;
@@ -38,12 +40,12 @@ struct Snapshot {
   Stats stats;
   std::vector<ParticipantInfo> participants;
   std::vector<LeaseInfo> leases;
-  uint32_t lock_owner;        // participant, or kNil
-  uint64_t oldest_ready_ns;   // age of the oldest record that nobody has read, or 0
+  uint32_t lock_owner;       // participant, or kNil
+  uint64_t oldest_ready_ns;  // age of the oldest record that nobody has read, or 0
 };
 
-// Looks without the lock, so that it works on a stuck ring; a number that changes meanwhile may be off.
-// Attaches nothing. Throws what Region::Open throws.
+// Looks without the lock, so that it works on a stuck ring; a number that changes meanwhile may be
+// off. Attaches nothing. Throws what Region::Open throws.
 Snapshot Inspect(const std::string& directory);
 
 }  // namespace asyncrl::ring

@@ -11,7 +11,8 @@ namespace asyncrl::ring {
 
 uint32_t Table::Allocate(uint64_t length, uint32_t owner) {
   const uint64_t bytes = ExtentBytes(length);
-  if (control_.free_head == kNil || geometry_.arena_bytes - control_.bytes_used < bytes) return kNil;
+  if (control_.free_head == kNil || geometry_.arena_bytes - control_.bytes_used < bytes)
+    return kNil;
   // Try the gap after `at` (kNil: the gap before the first extent), beginning behind the cursor and
   // coming back to it.
   const uint32_t start = control_.cursor;
@@ -92,7 +93,8 @@ void Table::MakeReady(uint32_t index) {
   CRASH_POINT("commit.queued");
 }
 
-uint32_t Table::HoldNext(uint32_t group, uint64_t position, uint32_t batch_offset, uint64_t members) {
+uint32_t Table::HoldNext(uint32_t group, uint64_t position, uint32_t batch_offset,
+                         uint64_t members) {
   const uint32_t index = control_.ready_head;
   Slot& slot = slots_[index];
   slot.group = group;

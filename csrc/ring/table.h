@@ -1,7 +1,7 @@
 // Slots and arena: allocation, the ready queue, recovery. No system calls, no waiting.
 //
-// Every method needs the metadata lock, except where said. Extents are found next-fit in address order, so a
-// record that is held for long is jumped over, and an extent is always contiguous.
+// Every method needs the metadata lock, except where said. Extents are found next-fit in address
+// order, so a record that is held for long is jumped over, and an extent is always contiguous.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,13 @@ namespace asyncrl::ring {
 class Table {
  public:
   explicit Table(Region& region)
-      : region_(region), control_(region.control()), slots_(region.slots()), geometry_(region.geometry()) {}
+      : region_(region),
+        control_(region.control()),
+        slots_(region.slots()),
+        geometry_(region.geometry()) {}
 
-  // Claims a slot and an extent for `length` bytes, or returns kNil when there is no room. The slot is
-  // kClaimed and owned by `owner`; its other fields are the caller's to fill.
+  // Claims a slot and an extent for `length` bytes, or returns kNil when there is no room. The slot
+  // is kClaimed and owned by `owner`; its other fields are the caller's to fill.
   uint32_t Allocate(uint64_t length, uint32_t owner);
 
   // Ends a record, whatever its state.
@@ -36,8 +39,9 @@ class Table {
   // Frees ready records whose min_version is below `version`. Returns how many.
   uint32_t DropBelow(int64_t version, DropReason reason);
 
-  // Rebuilds everything derived from the slots' words and finishes what a dead process began. Idempotent:
-  // it may itself be killed anywhere and run again. Slots whose words make no sense are dropped.
+  // Rebuilds everything derived from the slots' words and finishes what a dead process began.
+  // Idempotent: it may itself be killed anywhere and run again. Slots whose words make no sense are
+  // dropped.
   void Rebuild() noexcept;
 
   // Returns an empty string, or what is inconsistent. For tests and `asyncrl ring --check`.
