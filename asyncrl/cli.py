@@ -91,6 +91,9 @@ def _run(options: argparse.Namespace) -> int:
 
         print(dry_run(config), end="")
         return 0
+    from asyncrl.launch.ray_token import protect_ray
+
+    protect_ray()
     from asyncrl.launch.session import run_command
 
     return run_command(config, options.config)

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import ray
 
@@ -29,7 +30,7 @@ from asyncrl.control.client import ControlAddress, ControlClient, ControlError
 from asyncrl.control.messages import Phase, RunState
 from asyncrl.launch.actors import COORDINATOR_NAME, CoordinatorActor, EngineActor, RolloutActor
 from asyncrl.launch.child import Child
-from asyncrl.launch.ray_head import RayHead, start_ray
+from asyncrl.launch.ray_head import RayError, RayHead, start_ray
 from asyncrl.launch.warden import descendants
 from asyncrl.launch.watch import Watched, Watcher
 
@@ -78,7 +79,10 @@ class LocalRun:
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._interrupt)
-        self._start()
+        try:
+            self._start()
+        except (RayError, ray.exceptions.RayError) as error:
+            self._fail_with_death(f"start-up: {error}")
         return self._supervise()
 
     def _interrupt(self, *_: object) -> None:
@@ -166,7 +170,7 @@ class LocalRun:
         if self._interrupts:
             self._save_and_stop()
 
-    def _fail_with_death(self, reason: str) -> None:
+    def _fail_with_death(self, reason: str) -> NoReturn:
         """A reported failure is often the consequence of a death that is about to be noticed."""
         deadline = time.monotonic() + 1.0
         while self._watcher.first_death is None and time.monotonic() < deadline:

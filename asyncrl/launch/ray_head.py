@@ -6,8 +6,6 @@ network. The session directory is short (unix socket paths end at 107 bytes) and
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
 import sys
 import tempfile
@@ -37,15 +35,11 @@ class RayHead:
 def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
     """Start a head node under a warden and connect this process to it as the driver.
 
+    `asyncrl.launch.ray_token.protect_ray` comes before, and before Ray is imported.
+
     Raises:
         RayError: it ended or did not answer within ``timeout_s`` seconds.
     """
-    os.environ |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
-    }
     port, client_port = _free_ports(2)
     session = Path(tempfile.mkdtemp(prefix="arl-"))
     child = Child(
@@ -61,13 +55,17 @@ def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
     )
     head = RayHead(child, f"{NODE_ADDRESS}:{port}")
     _wait_for_port(head, port, timeout_s)
-    ray.init(
-        address=head.address,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address=NODE_ADDRESS,
-    )
+    try:
+        ray.init(
+            address=head.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=NODE_ADDRESS,
+        )
+    except ConnectionError as error:
+        child.end(5.0)
+        raise RayError(f"ray at {head.address} does not answer ({error}); see {log}") from error
     return head
 
 

@@ -112,7 +112,7 @@ def run_command(config: Config, config_path: Path) -> int:
             events.write("stopped", message="by a signal")
         except RunFailed as error:
             state, code, message = local.last_state, 1, str(error)
-            events.write("failed", message=message)
+            events.write("failed", message=message.splitlines()[0])
         finally:
             local.close()
         summary = session.finish(state)

@@ -106,5 +106,5 @@ class Watcher:
                     continue
                 with self._lock:
                     process = self._watched.pop(fd)
-                self._record(Death(process, exit_status(fd)))
+                self._record(Death(process, exit_status(fd, process.pid)))
                 os.close(fd)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
 import time
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.pidfd import describe_status
+from asyncrl.launch.pidfd import describe_status, exit_status
 from asyncrl.launch.watch import Death, Watched, Watcher
 
 
@@ -38,11 +40,23 @@ def test_the_first_of_several_deaths_is_reported(tmp_path: Path) -> None:
     for process in (first, third):
         process.kill()
     text = death.describe()
-    assert text.startswith(f"second (pid {second.pid}) died first: ")
+    assert text.startswith(f"second (pid {second.pid}) died first: killed by SIGSEGV (11)")
     assert "line 79" in text and "line 30" in text and "line 29" not in text
     watcher.close()
     for process in (first, second, third):
         process.wait()
+
+
+def test_a_status_is_told_before_and_after_the_parent_reaps() -> None:
+    for reap_first in (False, True):
+        process = subprocess.Popen(["bash", "-c", "exit 3"])
+        pidfd = os.pidfd_open(process.pid)
+        select.select([pidfd], [], [])
+        if reap_first:
+            process.wait()
+        assert exit_status(pidfd, process.pid) == 3 << 8
+        process.wait()
+        os.close(pidfd)
 
 
 def test_a_clean_exit_and_an_expected_end_are_no_deaths() -> None:
