@@ -67,9 +67,9 @@ async def test_interrupted_samples_keep_their_tokens_and_versions(tmp_path: Path
         max_new_tokens=40,
         groups_per_batch=1,
     )
-    await job.until(lambda: job.rollouter.counts().running >= 4)
     engine = job.engines[0]
     for version in (1, 2):  # as if two batches of another rollouter had been trained meanwhile
+        await job.until(lambda n=version: job.rollouter.stats().num_requests == 6 * n)
         await asyncio.sleep(0.05)
         await engine.pause("abort")
         await engine.update_from_disk("", version, 1.0)
