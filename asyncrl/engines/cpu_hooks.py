@@ -4,6 +4,7 @@
   The launcher is single-threaded when it forks, and there is no device context to lose.
 * A prompt is prefilled once per sample group. All samples of a group arrive together, and SGLang would
   prefill each of them before the first is in the prefix cache, which costs a CPU more than the sampling.
+* A decode step attends for the whole batch at once (`cpu_attention`).
 * Seeded sampling is allowed with the torch-native attention backend.
 """
 
@@ -14,13 +15,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from asyncrl.engines.cpu_attention import decode_attention
 
 MIN_SHARED_TOKENS = 8
 """Fewer tokens are cheaper to compute twice than to wait for."""
 
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def activate() -> None:
@@ -64,3 +69,40 @@ def _wait_for_shared_prefix(
         ):
             return AddReqResult.CONTINUE
     return original(adder, req, *args, **kwargs)
+
+
+def _decode(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """`decode_attention` into ``output``; encoders and sliding windows are left to SGLang."""
+    if encoder_lens is None and sliding_window_size is None:
+        output.copy_(
+            decode_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, scaling)
+        )
+        return output
+    return original(
+        backend,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        encoder_lens,
+        scaling=scaling,
+        sliding_window_size=sliding_window_size,
+        **kwargs,
+    )

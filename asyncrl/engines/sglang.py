@@ -11,8 +11,6 @@ Why things are as they are:
   that outlives its abort by `ABORT_GRACE_S` is cut here: what has arrived is complete and attested.
 * Versions are read from the spans that the scheduler records token by token; the engine's current
   version says nothing about tokens that were sampled before an update.
-* Sampling parameters are all explicit: SGLang otherwise takes them from the model's generation_config.json,
-  and a top-k there would make the logprobs those of another distribution.
 """
 
 from __future__ import annotations
@@ -29,14 +27,22 @@ from asyncrl.engines.base import (
     INTERRUPTED,
     EngineError,
     EngineLoad,
-    Finish,
     GenerateRequest,
     Generation,
     PauseMode,
     WeightAction,
     WeightGroup,
 )
-from asyncrl.types import FinishReason, PolicyVersion, Segment, SegmentKind
+from asyncrl.engines.sglang_wire import (
+    PLAIN_SAMPLING,
+    WireError,
+    generate_body,
+    read_generation,
+    read_message,
+    read_version,
+    split_events,
+)
+from asyncrl.types import PolicyVersion
 
 ABORT_GRACE_S: Final = 2.0
 LOAD_FORMAT: Final = "asyncrl"
@@ -54,13 +60,15 @@ class SGLangEngine:
         self._control_timeout_s = control_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._graces: dict[str, asyncio.Timeout] = {}
+        self._seeded: bool | None = None  # whether the server samples from seeds; None: not asked yet
 
     @property
     def name(self) -> str:
         return self._name
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> Generation:
-        event: Mapping[str, Any] | None = None
+        if request.seed is not None:
+            await self._require_seeding()
         try:
             async with asyncio.timeout(timeout_s):
                 event = await self._newest_event(request)
@@ -70,9 +78,10 @@ class SGLangEngine:
             raise self._error(f"request {request.rid} took longer than {timeout_s:g} s") from None
         if event is None:
             return Generation(segments=(), finish=INTERRUPTED)
-        if "error" in event:
-            raise self._error(f"refused request {request.rid}: {_message(event['error'])}")
-        return self._generation(request.rid, event)
+        try:
+            return read_generation(request.rid, event)
+        except WireError as error:
+            raise self._error(str(error)) from None
 
     async def abort(self, rid: str) -> None:
         await self._post("/abort_request", {"rid": rid})
@@ -138,7 +147,7 @@ class SGLangEngine:
             "input_ids": list(token_ids),
             "return_logprob": True,
             "logprob_start_len": 0,
-            "sampling_params": {"max_new_tokens": 1, **_PLAIN_SAMPLING},
+            "sampling_params": {"max_new_tokens": 1, **PLAIN_SAMPLING},
         }
         answer = await self._post("/generate", body)
         rows = answer["meta_info"]["input_token_logprobs"]
@@ -147,6 +156,7 @@ class SGLangEngine:
         return [float(row[0]) for row in rows[1:]]
 
     async def load(self) -> EngineLoad:
+        # A snapshot that the scheduler publishes while it runs batches, so it lags when it stops.
         answer = await self._request("GET", "/v1/loads", None, self._control_timeout_s)
         loads = answer["loads"]
         return EngineLoad(
@@ -163,7 +173,10 @@ class SGLangEngine:
 
     async def version(self) -> PolicyVersion:
         answer = await self._request("GET", "/model_info", None, self._control_timeout_s)
-        return self._version(answer["weight_version"])
+        try:
+            return read_version(answer["weight_version"])
+        except WireError as error:
+            raise self._error(str(error)) from None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -187,18 +200,28 @@ class SGLangEngine:
             raise
         await self._post("/end_weight_update", {})
 
+    async def _require_seeding(self) -> None:
+        """SGLang ignores a seed outside its deterministic mode."""
+        if self._seeded is None:
+            answer = await self._request("GET", "/server_info", None, self._control_timeout_s)
+            self._seeded = bool(answer["enable_deterministic_inference"])
+        if not self._seeded:
+            raise self._error("ignores seeds; add --enable-deterministic-inference to engine.extra_args")
+
     async def _newest_event(self, request: GenerateRequest) -> Mapping[str, Any] | None:
         """Follow a request's stream to its end, or to its abort plus grace; None if nothing arrived."""
         newest = b""
         try:
             async with asyncio.timeout(None) as grace:
                 self._graces[request.rid] = grace
-                async for event in self._events(_generate_body(request)):
+                async for event in self._events(generate_body(request)):
                     newest = event
+        except aiohttp.ClientError as error:  # includes the time-out of connecting
+            raise self._unreachable(error) from error
         except TimeoutError:
             if not grace.expired():
                 raise
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self._unreachable(error) from error
         finally:
             self._graces.pop(request.rid, None)
@@ -212,55 +235,9 @@ class SGLangEngine:
                 return
             pending = b""
             async for chunk in response.content.iter_any():
-                *events, pending = (pending + chunk).split(b"\n\n")
-                answers = [event for event in events if event.startswith(b"data: {")]
-                if answers:
-                    yield answers[-1].removeprefix(b"data: ")
-
-    def _generation(self, rid: str, event: Mapping[str, Any]) -> Generation:
-        meta = event["meta_info"]
-        return Generation(
-            segments=self._segments(rid, event["output_ids"], meta),
-            finish=self._finish(rid, meta.get("finish_reason")),
-            num_cached_tokens=meta.get("cached_tokens", 0),
-        )
-
-    def _segments(self, rid: str, token_ids: list[int], meta: Mapping[str, Any]) -> tuple[Segment, ...]:
-        if not token_ids:
-            return ()
-        logprobs = [row[0] for row in meta["output_token_logprobs"]]
-        spans = meta["weight_versions"]
-        ends = [span["end"] for span in spans]
-        starts = [span["start"] for span in spans]
-        if len(logprobs) != len(token_ids) or starts != [0, *ends[:-1]] or ends[-1] != len(token_ids):
-            raise self._error(
-                f"answered request {rid} with {len(token_ids)} tokens, {len(logprobs)} logprobs and versions"
-                f" {spans}; these must agree"
-            )
-        return tuple(
-            Segment(
-                kind=SegmentKind.MODEL,
-                token_ids=tuple(token_ids[start:end]),
-                logprobs=tuple(logprobs[start:end]),
-                policy_version=self._version(span["version"]),
-            )
-            for start, end, span in zip(starts, ends, spans, strict=True)
-            if end > start
-        )
-
-    def _finish(self, rid: str, reason: Mapping[str, Any] | None) -> Finish:
-        if reason is None:
-            return INTERRUPTED
-        if reason["type"] in (FinishReason.STOP, FinishReason.LENGTH):
-            return FinishReason(reason["type"])
-        if reason.get("status_code") is not None:  # an abort of the engine's own accord
-            raise self._error(f"gave up request {rid}: {_message(reason)}")
-        return INTERRUPTED
-
-    def _version(self, text: str) -> PolicyVersion:
-        if not text.isdecimal():
-            raise self._error(f"attests policy version {text!r}; start it with --weight-version 0")
-        return int(text)
+                event, pending = split_events(pending, chunk)
+                if event is not None:
+                    yield event
 
     def _start_grace(self, grace: asyncio.Timeout) -> None:
         if grace.when() is None:
@@ -280,7 +257,7 @@ class SGLangEngine:
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(error) from error
         if response.status != 200:
-            raise self._error(f"refused {path}: {_message(text)}")
+            raise self._error(f"refused {path}: {read_message(text)}")
         return json.loads(text) if text.strip().startswith(("{", "[")) else None
 
     def _http(self) -> aiohttp.ClientSession:
@@ -297,49 +274,6 @@ class SGLangEngine:
     def _unreachable(self, error: Exception) -> EngineError:
         reason = " ".join(str(error).split()) or type(error).__name__
         return self._error(f"at {self._url} does not answer ({reason}); see its log")
-
-
-_PLAIN_SAMPLING: Final[Mapping[str, Any]] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-
-
-def _generate_body(request: GenerateRequest) -> dict[str, Any]:
-    sampling: dict[str, Any] = {
-        **_PLAIN_SAMPLING,
-        "temperature": request.temperature,
-        "max_new_tokens": request.max_new_tokens,
-        "stop_token_ids": list(request.stop_token_ids),
-    }
-    if request.seed is not None:
-        sampling["sampling_seed"] = request.seed
-    return {
-        "rid": request.rid,
-        "input_ids": list(request.token_ids),
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "stream": True,
-    }
-
-
-def _message(answer: Any) -> str:
-    """The server's reason on one line, from any of the shapes in which SGLang sends it."""
-    if isinstance(answer, str):
-        try:
-            answer = json.loads(answer)
-        except json.JSONDecodeError:
-            return " ".join(answer.split()) or "no reason given"
-    if isinstance(answer, Mapping):
-        for key in ("message", "error", "detail"):
-            if answer.get(key):
-                return _message(answer[key])
-    return " ".join(str(answer).split())
 
 
 def _total(timeout_s: float | None) -> aiohttp.ClientTimeout:
