@@ -6,6 +6,7 @@ mistakes are invisible when all samples have the same length.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -176,7 +177,8 @@ def test_truncated_weight_is_a_constant() -> None:
     """A weight inside the graph adds a second term: d(w(x) * r(x)) = 2 w r instead of w r."""
     log_weight = 0.5
     inputs = sample_inputs(1, log_weight=log_weight)
-    (right,) = torch.autograd.grad(evaluate(inputs).loss, inputs.logprobs)
+    attached_inputs = dataclasses.replace(inputs, prox_logprobs=inputs.logprobs)
+    (right,) = torch.autograd.grad(evaluate(attached_inputs).loss, inputs.logprobs)
     logprobs = inputs.logprobs
     attached = (logprobs - inputs.behav_logprobs).exp().clamp(max=2.0)
     ratio = (logprobs - inputs.prox_logprobs).exp()
