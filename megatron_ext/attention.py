@@ -5,18 +5,18 @@ megatron's own local attention refuses both. Here, per layer:
     q, k, v [t, heads, d] -> rotate by position -> (CP) all-gather k, v, put into segment order
                           -> one causal attention per span -> [t, heads * d]
 
-A *span* is a run of one segment's queries together with all keys up to its end: the whole segment without
-context parallelism, one of the rank's two zigzag chunks with it. Queries are the last of a span's keys, so
-its mask is the lower triangle aligned at the end. Rotation happens here rather than in megatron, because
-one gather by position replaces its loop over segments, and the same code serves every CP rank.
+A *span* is a run of queries of one segment: all of them without context parallelism, one of the rank's two
+zigzag chunks with it. Its keys are the prefix that the segment continues, if any, and the segment up to the
+span's end; the queries are the last of its keys, so the mask is a lower triangle aligned at the end. Rotation
+happens here rather than in megatron, because one gather by position replaces its loop over segments, and the
+same code serves shared prefixes and every CP rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +27,23 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_ext.packing import zigzag_indices
+from megatron_ext.packing import Segment, zigzag_indices
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries [query, query + num_queries) of this rank, keys [key, key + num_keys) in segment order."""
+    """Queries, and their keys: the first ``num_prefix`` of one segment, then ``num_keys`` of another."""
 
-    query: int
     num_queries: int
-    key: int
+    segment: int
     num_keys: int
+    prefix: int = 0
+    num_prefix: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(queries, keys)."""
+        return self.num_queries, self.num_prefix + self.num_keys
 
 
 @dataclass
@@ -46,26 +52,41 @@ class PackedParams(PackedSeqParams):
 
     cos: torch.Tensor | None = None  # [t, 1, d], of this rank's entries
     sin: torch.Tensor | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # of this rank's entries, in their order
+    segment_sizes: tuple[int, ...] = ()  # padded entries of every segment
     key_order: torch.Tensor | None = None  # int64 [total], see `gathered_key_order`; None without CP
+    # bool [queries, keys] by shape, for spans that are not plainly causal
+    masks: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     scored: torch.Tensor | None = None  # int64 [m], local entries whose label the last stage scores
     labels: torch.Tensor | None = None  # int64 [m], those labels
     temperature: float = 1.0  # logits are divided by it
 
 
-def make_spans(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> tuple[Span, ...]:
+def make_spans(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> tuple[Span, ...]:
     """The spans of one rank, in its local order of entries."""
     spans = []
-    query = 0
-    for start, stop in pairwise(cu_seqlens):
+    for idx, segment in enumerate(segments):
+        size = segment.stop - segment.start
+        prefix = segment.prefix or 0
         if cp_size == 1:
-            spans.append(Span(start, stop - start, start, stop - start))
+            spans.append(Span(size, idx, size, prefix, segment.num_before))
             continue
-        chunk = (stop - start) // (2 * cp_size)
+        chunk = size // (2 * cp_size)
         for chunk_idx in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            spans.append(Span(query, chunk, start, (chunk_idx + 1) * chunk))
-            query += chunk
+            spans.append(Span(chunk, idx, (chunk_idx + 1) * chunk, prefix, segment.num_before))
     return tuple(spans)
+
+
+def make_masks(spans: Sequence[Span], device: torch.device) -> dict[tuple[int, int], torch.Tensor]:
+    """Per shape with more keys than queries, True where query i may see key j.
+
+    The queries are the last of the keys.
+    """
+    shapes = {span.shape for span in spans if span.shape[0] != span.shape[1]}
+    return {
+        (rows, cols): torch.ones(rows, cols, dtype=torch.bool, device=device).tril(cols - rows)
+        for rows, cols in shapes
+    }
 
 
 def gathered_key_order(cu_seqlens: Sequence[int], cp_size: int) -> torch.Tensor:
@@ -115,27 +136,35 @@ class PackedAttention(MegatronModule):
         if packed.key_order is not None:
             both = _GatherEntries.apply(torch.stack((key, value), dim=1), mpu.get_context_parallel_group())
             key, value = both.index_select(0, packed.key_order).unbind(1)
-        return torch.cat([self._attend(span, query, key, value) for span in packed.spans])
+        # Split once: the gradient of many slices would be many full-size tensors.
+        queries = query.split([span.num_queries for span in packed.spans])
+        keys, values = key.split(packed.segment_sizes), value.split(packed.segment_sizes)
+        return torch.cat(
+            [
+                self._attend(own, _of_span(span, keys), _of_span(span, values), packed.masks.get(span.shape))
+                for span, own in zip(packed.spans, queries, strict=True)
+            ]
+        )
 
     def _attend(
-        self, span: Span, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        queries = query[span.query : span.query + span.num_queries]
-        keys, values = (heads[span.key : span.key + span.num_keys] for heads in (key, value))
-        whole = span.num_queries == span.num_keys
         out = scaled_dot_product_attention(
-            *(heads.transpose(0, 1).unsqueeze(0) for heads in (queries, keys, values)),
-            attn_mask=None if whole else _lower_right(span.num_queries, span.num_keys, query.device),
-            is_causal=whole,
+            *(heads.transpose(0, 1).unsqueeze(0) for heads in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self._scale,
             enable_gqa=query.size(1) != key.size(1),
         )
-        return out.squeeze(0).transpose(0, 1).reshape(span.num_queries, -1)
+        return out.squeeze(0).transpose(0, 1).reshape(query.size(0), -1)
 
 
-def _lower_right(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """bool [num_queries, num_keys], True where query i may see key j: the queries are the last keys."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+def _of_span(span: Span, by_segment: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The keys (or values) that a span sees, [num_prefix + num_keys, heads, d]."""
+    own = by_segment[span.segment][: span.num_keys]
+    if not span.num_prefix:
+        return own
+    return torch.cat((by_segment[span.prefix][: span.num_prefix], own))
 
 
 class _GatherEntries(torch.autograd.Function):

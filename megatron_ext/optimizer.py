@@ -18,7 +18,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -70,24 +75,29 @@ def build_optimizer(
     config: TransformerConfig,
     layout: ParallelLayout,
 ) -> MegatronOptimizer:
-    """megatron's optimizer over the wrapped chunks; weights must be loaded before."""
+    """megatron's optimizer over the wrapped chunks; weights must be loaded before.
+
+    Norms and biases do not decay.
+    """
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=0.0,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=layout.distributed_optimizer,
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=0.0,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            clip_grad=settings.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=layout.distributed_optimizer,
-        ),
-        list(chunks),
+        optimizer_config, list(chunks), get_standard_config_overrides(optimizer_config)
     )
     for group in optimizer.param_groups:
+        # Only megatron's own scheduler, which is not used, would apply this.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         group["fused"] = True  # one pass over the state instead of ten
     return optimizer
 

@@ -2,17 +2,25 @@
 
     TrainSequence [T] ... -> pack -> MicroBatch [total] -> zigzag_indices -> the part of one CP rank
 
-The last token of a sequence predicts nothing, so a sequence of T tokens becomes a segment of T - 1 entries,
-padded at its end to the layout's multiple. Entry i of a segment holds token i as input and everything that
-belongs to the token it predicts, i + 1: label, mask, behaviour and proximal logprobs, advantage, weight.
-Attention never crosses a segment, and padding comes after the real entries of its segment, so no real entry
-ever sees it.
+The last token of a sequence predicts nothing, so T tokens become T - 1 entries. Entry i holds token i as
+input and everything that belongs to the token it predicts, i + 1: label, mask, behaviour and proximal
+logprobs, advantage, weight.
+
+Siblings share their prompt: consecutive sequences that begin with the same untrained tokens are laid out as
+one *prefix* segment, computed once, and one *branch* per sequence, which attends to the prefix and to itself.
+Hidden states and gradients are those of the whole sequences. The prefix stops before the last common token:
+that one predicts a different token in each branch.
+
+    prompt a b c, responses d e | f      prefix: a b    branches: c d | c    (labels: d e | f)
+
+Every segment is padded at its end to the layout's multiple. Nothing attends to another sequence, and padding
+comes after the real entries of its segment, so no real entry ever sees it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,33 +55,49 @@ class TrainSequence:
 _PER_TOKEN = ("loss_mask", "behav_logprobs", "advantages", "loss_weights", "prox_logprobs", "staleness")
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Entries [start, stop) of a micro-batch, the first ``num_entries`` of them real.
+
+    A branch continues the segment ``prefix``, by its index; a prefix, and a sequence that shares nothing,
+    has none. ``num_before`` is how many entries of the sequence come before, all of them in the prefix.
+    """
+
+    start: int
+    stop: int
+    num_entries: int
+    prefix: int | None = None
+    num_before: int = 0
+    ends_sequence: bool = True  # False: a prefix, or the padding of an empty micro-batch
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Packed segments; every tensor is on the CPU, [total] = [cu_seqlens[-1]]."""
+    """Packed segments, one behind the other; every tensor is on the CPU, [total]."""
 
     token_ids: torch.Tensor  # int64, the inputs; 0 on padding
     labels: torch.Tensor  # int64, the token that follows; 0 on padding
-    positions: torch.Tensor  # int64, counted from 0 in every segment, on through its padding
+    positions: torch.Tensor  # int64, in the sequence; counted on through padding
     loss_mask: torch.Tensor  # bool, False on padding
     behav_logprobs: torch.Tensor  # float32
     advantages: torch.Tensor  # float32
     loss_weights: torch.Tensor  # float32, 0 on padding
     prox_logprobs: torch.Tensor | None  # float32
     staleness: torch.Tensor | None  # int64
-    cu_seqlens: tuple[int, ...]  # segment s is [cu_seqlens[s], cu_seqlens[s + 1]), padding included
-    lengths: tuple[int, ...]  # entries of each segment before padding; 0 for the segment of an empty batch
+    segments: tuple[Segment, ...]
 
     @property
     def num_tokens(self) -> int:
         """Entries, padding included."""
-        return self.cu_seqlens[-1]
+        return self.segments[-1].stop
 
     @property
-    def num_trained_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Where segments begin and end, padding included."""
+        return (0, *(segment.stop for segment in self.segments))
 
 
-def pack(sequences: Sequence[TrainSequence], pad_multiple: int) -> MicroBatch:
+def pack(sequences: Sequence[TrainSequence], pad_multiple: int, *, share_prefixes: bool = True) -> MicroBatch:
     """Lay sequences out behind each other.
 
     ``pad_multiple`` is `ParallelLayout.pad_multiple`. No sequence at all gives one segment of padding,
@@ -82,50 +106,95 @@ def pack(sequences: Sequence[TrainSequence], pad_multiple: int) -> MicroBatch:
     Raises:
         ValueError: some sequences have proximal logprobs (or staleness), and some do not.
     """
-    lengths = [len(sequence.token_ids) - 1 for sequence in sequences] or [0]
-    padded = [max(1, -(-length // pad_multiple)) * pad_multiple for length in lengths]
-    cu_seqlens = (0, *np.cumsum(padded).tolist())
-    starts = cu_seqlens[:-1]
+    segments, pieces = _lay_out(sequences, pad_multiple, share_prefixes)
+    total = segments[-1].stop
 
-    def flat(arrays: Iterable[npt.NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
-        out = torch.zeros(cu_seqlens[-1], dtype=dtype)
-        for start, array in zip(starts, arrays, strict=False):
-            out[start : start + len(array)] = torch.as_tensor(np.asarray(array)).to(dtype)
+    def flat(name: str, shift: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.zeros(total, dtype=dtype)
+        for segment, sequence in zip(segments, pieces, strict=False):
+            first = segment.num_before + shift
+            values = getattr(sequence, name)[first : first + segment.num_entries]
+            out[segment.start : segment.start + segment.num_entries] = torch.as_tensor(values).to(dtype)
         return out
-
-    def predicted(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return flat((getattr(sequence, name)[1:] for sequence in sequences), dtype)
 
     def optional(name: str, dtype: torch.dtype) -> torch.Tensor | None:
         num_given = sum(getattr(sequence, name) is not None for sequence in sequences)
         if num_given not in (0, len(sequences)):
             raise ValueError(f"{num_given} of {len(sequences)} sequences have {name}; give all or none")
-        return predicted(name, dtype) if num_given else None
+        return flat(name, 1, dtype) if num_given else None
 
     return MicroBatch(
-        token_ids=flat((sequence.token_ids[:-1] for sequence in sequences), torch.int64),
-        labels=predicted("token_ids", torch.int64),
-        positions=torch.cat([torch.arange(length) for length in padded]),
-        loss_mask=predicted("loss_mask", torch.bool),
-        behav_logprobs=predicted("behav_logprobs", torch.float32),
-        advantages=predicted("advantages", torch.float32),
-        loss_weights=predicted("loss_weights", torch.float32),
+        token_ids=flat("token_ids", 0, torch.int64),
+        labels=flat("token_ids", 1, torch.int64),
+        positions=torch.cat([torch.arange(item.stop - item.start) + item.num_before for item in segments]),
+        loss_mask=flat("loss_mask", 1, torch.bool),
+        behav_logprobs=flat("behav_logprobs", 1, torch.float32),
+        advantages=flat("advantages", 1, torch.float32),
+        loss_weights=flat("loss_weights", 1, torch.float32),
         prox_logprobs=optional("prox_logprobs", torch.float32),
         staleness=optional("staleness", torch.int64),
-        cu_seqlens=cu_seqlens,
-        lengths=tuple(lengths),
+        segments=segments,
     )
 
 
+def _lay_out(
+    sequences: Sequence[TrainSequence], pad_multiple: int, share_prefixes: bool
+) -> tuple[tuple[Segment, ...], list[TrainSequence]]:
+    """The segments, and the sequence that each takes its entries from (a prefix: from its first branch)."""
+    segments: list[Segment] = []
+    pieces: list[TrainSequence] = []
+
+    def add(num_entries: int, prefix: int | None, num_before: int, ends_sequence: bool) -> None:
+        start = segments[-1].stop if segments else 0
+        stop = start + max(1, -(-num_entries // pad_multiple)) * pad_multiple
+        segments.append(Segment(start, stop, num_entries, prefix, num_before, ends_sequence))
+
+    for siblings in _sibling_runs(sequences) if share_prefixes else ([item] for item in sequences):
+        num_shared = _num_untrained(siblings[0]) - 1 if len(siblings) > 1 else 0
+        prefix = len(segments) if num_shared else None
+        if num_shared:
+            add(num_shared, None, 0, False)
+            pieces.append(siblings[0])
+        for sequence in siblings:
+            add(len(sequence.token_ids) - 1 - num_shared, prefix, num_shared, True)
+            pieces.append(sequence)
+    if not segments:
+        add(0, None, 0, False)
+    return tuple(segments), pieces
+
+
+def _sibling_runs(sequences: Sequence[TrainSequence]) -> list[list[TrainSequence]]:
+    """Consecutive sequences with the same untrained beginning, of at least two tokens."""
+    runs: list[list[TrainSequence]] = []
+    for sequence in sequences:
+        prompt = sequence.token_ids[: _num_untrained(sequence)]
+        if runs and len(prompt) > 1:
+            first = runs[-1][0]
+            if np.array_equal(prompt, first.token_ids[: _num_untrained(first)]):
+                runs[-1].append(sequence)
+                continue
+        runs.append([sequence])
+    return runs
+
+
+def _num_untrained(sequence: TrainSequence) -> int:
+    """Tokens before the first trained one; at most all but the last."""
+    trained = np.flatnonzero(sequence.loss_mask)
+    return int(trained[0]) if len(trained) else len(sequence.token_ids) - 1
+
+
 def unpack(micro_batch: MicroBatch, values: torch.Tensor) -> list[npt.NDArray[np.float32]]:
-    """Per sequence, the values [total] by *token*, [T]: what entry i predicted is at i + 1, and 0 at 0."""
+    """Per sequence, the values [total] by *token*, [T]: what entry i predicted is at i + 1.
+
+    0 where nothing can have been predicted: at the first token, and inside a shared prefix.
+    """
     flat = values.detach().float().cpu().numpy()
-    segments = zip(micro_batch.cu_seqlens, micro_batch.lengths, strict=False)
-    return [
-        np.concatenate([np.zeros(1, np.float32), flat[start : start + length]])
-        for start, length in segments
-        if length
-    ]
+    out = []
+    for segment in micro_batch.segments:
+        if segment.ends_sequence:
+            own = flat[segment.start : segment.start + segment.num_entries]
+            out.append(np.concatenate([np.zeros(segment.num_before + 1, np.float32), own]))
+    return out
 
 
 def with_prox_logprobs(micro_batch: MicroBatch, prox_logprobs: torch.Tensor) -> MicroBatch:

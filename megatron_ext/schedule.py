@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.attention import PackedParams, gathered_key_order, make_spans
+from megatron_ext.attention import PackedParams, gathered_key_order, make_masks, make_spans
 from megatron_ext.packing import MicroBatch, zigzag_indices
 from megatron_ext.parallel import ParallelLayout
 from megatron_ext.rope import rotary_tables
@@ -48,6 +48,7 @@ def localize(
     cp_rank = mpu.get_context_parallel_rank()
     entries = zigzag_indices(micro_batch.cu_seqlens, layout.cp, cp_rank)
     scored = micro_batch.loss_mask[entries].nonzero().squeeze(1)
+    spans = make_spans(micro_batch.segments, layout.cp, cp_rank)
     cos, sin = rotary_tables(frequencies, micro_batch.positions[entries])
     key_order = gathered_key_order(micro_batch.cu_seqlens, layout.cp).to(device) if layout.cp > 1 else None
     return LocalBatch(
@@ -59,7 +60,9 @@ def localize(
             qkv_format="thd",
             cos=cos.to(device),
             sin=sin.to(device),
-            spans=make_spans(micro_batch.cu_seqlens, layout.cp, cp_rank),
+            spans=spans,
+            segment_sizes=tuple(segment.stop - segment.start for segment in micro_batch.segments),
+            masks=make_masks(spans, device),
             key_order=key_order,
             scored=scored.to(device),
             labels=micro_batch.labels[entries[scored]].to(device),

@@ -1,6 +1,6 @@
 """One rank of the parity test: train five steps under each layout in turn, and write what was seen.
 
-usage: parity_worker.py MODEL_DIR RESULT_DIR CASES_JSON
+usage: parity_worker.py RESULT_DIR CASES_JSON    (by name: the model's directory and the layout's sizes)
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run_case(model_dir: Path, layout: ParallelLayout) -> dict[str, object]:
 
 
 def main() -> None:
-    model_dir, result_dir, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    for name, sizes in cases.items():
-        result = run_case(model_dir, ParallelLayout(**sizes))
+    result_dir, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, case in cases.items():
+        result = run_case(Path(case["model"]), ParallelLayout(**case["layout"]))
         path = result_dir / f"{name}.{torch.distributed.get_rank()}.json"
         path.write_text(json.dumps(result))
     shutdown()

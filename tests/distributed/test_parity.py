@@ -1,8 +1,9 @@
-"""Every layout trains as a plain transformers model with torch's AdamW does: losses, gradient norms, logprobs.
+"""Every layout trains as a plain transformers model with torch's AdamW: losses, gradient norms, logprobs.
 
-The reference shares no code with the trainer: sequences one by one through the Hugging Face model, autograd,
-`torch.optim.AdamW`, `clip_grad_norm_`. Sequences have unequal lengths, micro-batches unequal token counts, and
-one replica an empty micro-batch; so a mean of means, a division by DP or CP, or a norm counted twice shows.
+The reference shares no code with the trainer: sequences one by one through the Hugging Face model,
+autograd, `torch.optim.AdamW`, `clip_grad_norm_`. Sequences have unequal lengths and share prompts,
+micro-batches have unequal token counts, one replica has an empty one; so a mean of means, a division by DP
+or CP, a norm counted twice, or a prompt that leaks into its neighbour shows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch
-from tests.distributed.sequences import make_sequences
+from tests.distributed.sequences import make_sequences, replica_part
 from tests.tiny_models import DEFAULT_VOCAB, Kind, make_tiny
 
 WORKER = Path(__file__).with_name("parity_worker.py")
@@ -24,7 +25,8 @@ NUM_STEPS = 5
 TEMPERATURE = 0.8
 TOLERANCE = 1e-5
 
-CASES: dict[str, dict[str, object]] = {
+FAMILIES: tuple[Kind, ...] = ("llama", "qwen2", "qwen3")
+CASES: dict[str, dict[str, int]] = {
     "tp2_dp2": {"tp": 2, "dp": 2},
     "tp2_sp_dp2": {"tp": 2, "dp": 2, "sequence_parallel": True},
     "pp2_dp2": {"pp": 2, "dp": 2},
@@ -50,6 +52,7 @@ def reference(model_dir: Path) -> Trajectory:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # it would drop the gradient of one token's embedding
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     plain = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -73,7 +76,7 @@ def reference(model_dir: Path) -> Trajectory:
             weights = torch.from_numpy(sequence.loss_weights * sequence.advantages)
             loss = -(weights * logprobs_of(sequence)).sum()
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         losses.append(total)
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -83,33 +86,39 @@ def reference(model_dir: Path) -> Trajectory:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
-    """Both launches: every layout of a tied Llama on four ranks; one rank with each family."""
-    directory = tmp_path_factory.mktemp("parity")
-    llama = make_tiny("llama", directory / "llama", seed=3, num_layers=4, tied=True)
-    launch(WORKER, 4, llama, directory, json.dumps(CASES))
-    return directory
+def layouts(tmp_path_factory) -> tuple[Path, Trajectory]:
+    """Every layout of a tied Llama, in one launch of four ranks."""
+    directory = tmp_path_factory.mktemp("layouts")
+    model_dir = make_tiny("llama", directory / "model", seed=3, num_layers=4, tied=True)
+    cases = {name: {"model": str(model_dir), "layout": layout} for name, layout in CASES.items()}
+    launch(WORKER, 4, directory, json.dumps(cases))
+    return directory, reference(model_dir)
 
 
 @pytest.fixture(scope="module")
-def llama_reference(results: Path) -> Trajectory:
-    return reference(results / "llama")
+def families(tmp_path_factory) -> Path:
+    """Each family, tied and untied, on one rank."""
+    directory = tmp_path_factory.mktemp("families")
+    cases = {}
+    for kind in FAMILIES:
+        model_dir = make_tiny(kind, directory / f"model_{kind}", seed=5, tied=kind == "qwen2")
+        cases[kind] = {"model": str(model_dir), "layout": {}}
+    launch(WORKER, 1, directory, json.dumps(cases))
+    return directory
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layout_trains_as_the_reference(case: str, results: Path, llama_reference: Trajectory) -> None:
-    replicas = CASES[case].get("dp", 1)
+def test_layout_trains_as_the_reference(case: str, layouts: tuple[Path, Trajectory]) -> None:
+    directory, expected = layouts
     for rank in range(4):
-        seen = json.loads((results / f"{case}.{rank}.json").read_text())
-        assert_trajectory(f"{case} rank {rank}", seen, replicas, llama_reference)
+        seen = json.loads((directory / f"{case}.{rank}.json").read_text())
+        assert_trajectory(f"{case} rank {rank}", seen, CASES[case].get("dp", 1), expected)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_family_trains_as_the_reference(kind: Kind, tmp_path: Path) -> None:
-    model_dir = make_tiny(kind, tmp_path / "model", seed=5, tied=kind == "qwen2")
-    launch(WORKER, 1, model_dir, tmp_path, json.dumps({"one": {}}))
-    seen = json.loads((tmp_path / "one.0.json").read_text())
-    assert_trajectory(kind, seen, 1, reference(model_dir))
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_family_trains_as_the_reference(kind: Kind, families: Path) -> None:
+    seen = json.loads((families / f"{kind}.0.json").read_text())
+    assert_trajectory(kind, seen, 1, reference(families / f"model_{kind}"))
 
 
 def assert_trajectory(what: str, seen: dict, replicas: int, expected: Trajectory) -> None:
@@ -117,7 +126,7 @@ def assert_trajectory(what: str, seen: dict, replicas: int, expected: Trajectory
     for key, values in (("losses", expected.losses), ("grad_norms", expected.grad_norms)):
         for step_idx, (actual, value) in enumerate(zip(seen[key], values, strict=True)):
             assert actual == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), f"{what} {key}[{step_idx}]"
-    sequences = expected.logprobs[seen["dp_rank"] :: replicas]
+    sequences = replica_part(expected.logprobs, replicas, seen["dp_rank"])
     for idx, (actual, values) in enumerate(zip(seen["logprobs"], sequences, strict=True)):
         worst = int(np.abs(np.asarray(actual) - values).argmax())
         assert actual[worst] == pytest.approx(values[worst], abs=5e-5), f"{what} sequence {idx} token {worst}"
