@@ -21,7 +21,14 @@ from types import CodeType, ModuleType
 from typing import Any
 
 REPO = Path(__file__).parents[2]
-RELOADED = ("asyncrl.rollout", "asyncrl.control", "tests.sim.world", "tests.sim.rules", "tests.sim.run")
+RELOADED = ("asyncrl.rollout", "asyncrl.control", *(f"tests.sim.{n}" for n in ("parts", "world", "rules", "run")))
+    "asyncrl.rollout",
+    "asyncrl.control",
+    "tests.sim.parts",
+    "tests.sim.world",
+    "tests.sim.rules",
+    "tests.sim.run",
+)
 
 
 LATER = """

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.engines.scripted import scripted_logprob, scripted_token
 from asyncrl.types import FinishReason, Sample
-from tests.sim.world import STOP_TOKENS, VOCAB, History, Prompts, true_reward
+from tests.sim.parts import STOP_TOKENS, VOCAB, History, Prompts, true_reward
 
 
 def violations(history: History) -> list[str]:

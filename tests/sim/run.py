@@ -13,8 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tests.sim.loop import SimLoop, simulate
+from tests.sim.parts import History
 from tests.sim.rules import violations
-from tests.sim.world import History, World
+from tests.sim.world import World
 
 
 @dataclass(frozen=True)

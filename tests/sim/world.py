@@ -9,116 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from typing import Any
 
-from asyncrl.control.ledger import LedgerCounts
 from asyncrl.engines.scripted import ScriptedEngine
-from asyncrl.rewards.base import RewardResult
-from asyncrl.rollout.admission import Placement
-from asyncrl.rollout.records import GroupDropped, GroupStarted, JournalError, JournalState, Record, fold
+from asyncrl.rollout.records import JournalError
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.rollout.settings import RolloutSettings
-from asyncrl.types import Prompt, Sample, SampleGroup
 from tests.sim.loop import SimLoop
+from tests.sim.parts import (
+    RECORD_KINDS,
+    STOP_TOKENS,
+    VOCAB,
+    FlakyReward,
+    History,
+    MemoryJournal,
+    Prompts,
+    RingFailure,
+    Rings,
+)
 
-STOP_TOKENS = tuple(range(60))
-VOCAB = 600
 VIRTUAL_LIMIT_S = 2000.0
-
-
-class MemoryJournal:
-    """Durable from the moment `write` returns; outlives its rollouter.
-
-    ``fault`` "refuse" makes the next write fail with nothing written, "lose" with everything written.
-    """
-
-    producer_uid = "producer"
-
-    def __init__(self, history: History) -> None:
-        self.records: list[Record] = []
-        self.fault = ""
-        self._history = history
-
-    def write(self, records: Sequence[Record]) -> None:
-        if self.fault != "refuse":
-            self.records.extend(records)
-            for record in records:
-                self._history.journaled(record)
-        if self.fault:
-            raise JournalError(f"the disk failed ({self.fault})")
-
-    def load(self) -> JournalState:
-        return fold(self.records)
-
-
-@dataclass
-class History:
-    """What an outside observer saw."""
-
-    settings: RolloutSettings
-    version: int = 0
-    starts: list[tuple[int, int, int]] = field(default_factory=list)
-    """(group id, version and number of dropped groups when it became durable)."""
-    dropped: list[int] = field(default_factory=list)
-    puts: dict[tuple[int, int], list[tuple[int, Sample]]] = field(default_factory=dict)
-    """(position, sample index) -> every (ring, sample) that was ever put there, over all lives."""
-    trained: list[tuple[int, int]] = field(default_factory=list)  # (batch, version), over all lives
-    leaks: list[str] = field(default_factory=list)  # requests in engines that should have none
-    counts: LedgerCounts = field(default_factory=LedgerCounts)  # at the end
-    faults: list[str] = field(default_factory=list)
-
-    def journaled(self, record: Record) -> None:
-        if isinstance(record, GroupStarted):
-            self.starts.append((record.group_id, self.version, len(self.dropped)))
-        if isinstance(record, GroupDropped):
-            self.dropped.append(record.group_id)
-
-
-class Rings:
-    """One list per data-parallel replica; a key is accepted once, as the real ring does."""
-
-    def __init__(self, loop: SimLoop, history: History) -> None:
-        self._loop, self._history = loop, history
-        self._last_key = [-1] * history.settings.num_rings
-        self.num_samples = [0] * history.settings.num_rings
-
-    async def put_group(self, group: SampleGroup, placement: Placement) -> None:
-        for sample in group.samples:
-            await asyncio.sleep(self._loop.rng.random() * 0.01)
-            key = placement.position * len(group.samples) + sample.sample_idx
-            where = (placement.position, sample.sample_idx)
-            self._history.puts.setdefault(where, []).append((placement.ring_idx, sample))
-            if key > self._last_key[placement.ring_idx]:
-                self._last_key[placement.ring_idx] = key
-                self.num_samples[placement.ring_idx] += 1
-
-
-class Prompts:
-    def prompt_at(self, prompt_idx: int) -> Prompt:
-        return Prompt(prompt_idx, (), (1000 + prompt_idx, 7, 1000 + prompt_idx % 3))
-
-
-def true_reward(token_ids: Sequence[int]) -> float:
-    """What a completion deserves."""
-    return 1.0 + sum(token_ids) % 5
-
-
-class FlakyReward:
-    """Fails for some samples, differently on every attempt, and takes a while."""
-
-    def __init__(self, loop: SimLoop, error_rate: float) -> None:
-        self._loop, self._error_rate = loop, error_rate
-
-    async def score(self, prompt: Prompt, completion: str, token_ids: tuple[int, ...]) -> RewardResult:
-        await asyncio.sleep(self._loop.rng.random() * 0.05)
-        if self._loop.rng.random() < self._error_rate:
-            return RewardResult(None, error="flaky")
-        return RewardResult(true_reward(token_ids))
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 def random_settings(rng: random.Random) -> RolloutSettings:
@@ -150,7 +61,7 @@ class World:
         self.history = History(self.settings)
         self.journal = MemoryJournal(self.history)
         self.mode = loop.rng.choice(["abort", "retract", "drain"])
-        self.reward = FlakyReward(loop, loop.rng.choice([0.0, 0.0, 0.05]))
+        self.reward = FlakyReward(loop, loop.rng.choice([0.0, 0.05, 0.2]))
         self.faults_left = loop.rng.choice([0, 3, 8])
         self.restarts_left = 2
         self.over = False
@@ -253,7 +164,8 @@ class World:
         share = self.settings.groups_per_batch * self.settings.samples_per_group // self.settings.num_rings
         while min(self.rings.num_samples) < (batch_idx + 1 - self.life_start) * share:
             await asyncio.sleep(0.05)
-            if self.running.done() and not self.running.cancelled() and not self.journal.fault:
+            expected = self.running.cancelled() or self.journal.fault or self.rings.fault
+            if self.running.done() and not expected:
                 self.running.result()
             if self.loop.time() > VIRTUAL_LIMIT_S:
                 raise AssertionError(f"batch {batch_idx} never came; {self.rollouter.counts()}")
@@ -303,6 +215,7 @@ class World:
                 self.crash_rollouter,
                 self.stop_rollouter,
                 self.fail_disk,
+                self.fail_ring,
             ]
             if self.restarts_left and rng.random() < 0.2:
                 self.restarts_left -= 1
@@ -337,11 +250,20 @@ class World:
     async def fail_disk(self) -> None:
         """The next write ends the rollouter, with that error and no other; its successor goes on."""
         self.journal.fault = self.loop.rng.choice(["refuse", "lose"])
-        await asyncio.wait({self.running}, timeout=5.0)
+        self.journal.fault_kind = self.loop.rng.choice(RECORD_KINDS)
+        await self.expect_end_by(JournalError)
+
+    async def fail_ring(self) -> None:
+        """The same for the next put into a ring."""
+        self.rings.fault = True
+        await self.expect_end_by(RingFailure)
+
+    async def expect_end_by(self, kind: type[Exception]) -> None:
+        await asyncio.wait({self.running}, timeout=5.0)  # there may be nothing to write or to put
         if self.running.done():
             error = self.running.exception()
-            if not isinstance(error, JournalError):
-                raise AssertionError(f"the disk failed, but the rollouter ended with {error!r}")
+            if not isinstance(error, kind):
+                raise AssertionError(f"{kind.__name__} was injected, but the rollouter ended with {error!r}")
         await self.crash_rollouter()
 
     async def stop_rollouter(self) -> None:
@@ -353,4 +275,4 @@ class World:
     async def crash(self) -> None:
         self.running.cancel()
         await asyncio.wait({self.running})
-        self.journal.fault = ""
+        self.journal.fault, self.rings.fault = "", False
