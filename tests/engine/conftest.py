@@ -81,6 +81,11 @@ async def until_ready(running: RunningEngine) -> None:
         await engine.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The test that kills an engine comes after all that use it."""
+    items.sort(key=lambda item: item.path.name == "test_death.py")
+
+
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Versions 0 and 1 of a model whose vocabulary (272) needs padding."""

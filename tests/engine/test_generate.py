@@ -130,6 +130,18 @@ async def test_seed_decides_the_tokens_whatever_the_batch(
     resumed = GenerateRequest(new_rid(), PROMPT + alone.token_ids[:5], 11, seed=7)
     assert (await engine.generate(resumed, TIMEOUT_S)).token_ids == alone.token_ids[5:]
     await engine.close()
+    unseeded = running_engines["tp2"].client()
+    with pytest.raises(EngineError, match=r"^engine tp2 ignores seeds; add --enable-deterministic"):
+        await unseeded.generate(seeded(7), TIMEOUT_S)
+    await unseeded.close()
+
+
+async def test_a_group_prefills_its_prompt_once(engine: SGLangEngine) -> None:
+    prompt = tuple(range(200, 240))
+    tasks = [engine.generate(greedy(2, prompt), TIMEOUT_S) for _ in range(4)]
+    generations = await asyncio.gather(*tasks)
+    assert sum(generation.num_cached_tokens for generation in generations) >= 3 * (len(prompt) - 1)
+    assert len({generation.token_ids for generation in generations}) == 1
 
 
 async def test_refusals_are_one_line_that_names_the_engine(
