@@ -78,6 +78,7 @@ def write_report(run: RunDir) -> Path:
     )
     page = environment.get_template(TEMPLATE).render(
         name=run.path.name,
+        path=str(run.path),
         state=_state(events, summary),
         troubles=_troubles(events),
         figures=_figures(steps, summary),
