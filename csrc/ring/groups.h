@@ -70,6 +70,7 @@ class GroupReader {
 
  private:
   void Join(uint64_t resume_at);
+  bool TryJoin(uint64_t resume_at, bool last);
   uint32_t FindOrMake();
   std::optional<Delivery> TryGetLocked(Want want, Session::Locked& locked);
   bool Append(Want want, Session::Locked& locked);

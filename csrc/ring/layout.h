@@ -81,7 +81,8 @@ struct alignas(128) Slot {
 static_assert(sizeof(Slot) == 128);
 
 enum class Role : uint32_t { kProducer = 0, kReader = 1, kObserver = 2 };
-enum class ParticipantState : uint32_t { kNone = 0, kAttached = 1, kDetached = 2 };
+// kArriving: a process has the place and has not yet taken back what its predecessor held.
+enum class ParticipantState : uint32_t { kNone = 0, kAttached = 1, kDetached = 2, kArriving = 3 };
 inline constexpr uint32_t kArmedData = 1, kArmedSpace = 2;
 
 struct alignas(128) Participant {

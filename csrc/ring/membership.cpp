@@ -1,5 +1,7 @@
 // Joining, leaving and removing groups. See groups.h.
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "common/crash_point.h"
 #include "ring/describe.h"
@@ -9,6 +11,9 @@
 namespace asyncrl::ring {
 
 namespace {
+
+// A dead process may seem alive while another looks at its place: not this many times.
+constexpr int kJoinAttempts = 10;
 
 uint32_t FindGroup(Session& session, const std::string& name) {
   for (uint32_t index = 0; index < session.geometry().num_groups; ++index) {
@@ -77,6 +82,13 @@ uint32_t GroupReader::FindOrMake() {
 }
 
 void GroupReader::Join(uint64_t resume_at) {
+  for (int attempt = 1; !TryJoin(resume_at, /*last=*/attempt == kJoinAttempts); ++attempt) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kProbeInterval));
+  }
+}
+
+// Returns false when a live process seems to have the rank; throws if this is the last attempt.
+bool GroupReader::TryJoin(uint64_t resume_at, bool last) {
   Session::Locked locked(*session_);
   index_ = FindOrMake();
   if (group().size != size_) {
@@ -86,18 +98,20 @@ void GroupReader::Join(uint64_t resume_at) {
   }
   const uint32_t holder = member().participant;
   if (holder != session_->self()) {
-    if (holder != kNil && session_->IsAlive(holder)) {
+    if (holder != kNil && session_->IsAttached(holder)) {
+      if (!last) return false;
       throw RingError(ErrorKind::kMemberBusy, "group " + name_ + " rank " + std::to_string(rank_) +
                                                   " belongs to " +
                                                   DescribeParticipant(*session_, holder));
     }
-    session_->Sweep(locked);  // ends the leases of the process that had this rank
-    CRASH_POINT("join.swept");
+    if (holder != kNil) session_->Reclaim(holder, locked);  // ends the leases of the dead process
+    CRASH_POINT("join.reclaimed");
     member().cursor = 0;
     member().participant = session_->self();
     CRASH_POINT("join.joined");
   }
   if (resume_at > 0) AckLocked(0, resume_at, locked);
+  return true;
 }
 
 void GroupReader::Leave() {

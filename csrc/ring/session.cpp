@@ -63,6 +63,10 @@ Session::~Session() {
 }
 
 void Session::Register(Role role, const std::string& name) {
+  Participant& me = region_->participants()[self_];
+  // From here on nobody takes this process for its predecessor.
+  if (Peek(me.state) == ParticipantState::kAttached) Publish(me.state, ParticipantState::kArriving);
+  CRASH_POINT("attach.arriving");
   if (lock_.Inherited()) {
     table_.Rebuild();
     CRASH_POINT("attach.rebuilt");
@@ -70,7 +74,6 @@ void Session::Register(Role role, const std::string& name) {
   }
   Locked locked(*this);
   Reclaim(self_, locked);
-  Participant& me = region_->participants()[self_];
   me.role = role;
   me.pid = static_cast<uint32_t>(getpid());
   me.attached_ns = static_cast<uint64_t>(NowNs());
@@ -174,7 +177,8 @@ void Session::Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns,
 void Session::Sweep(Locked& locked) {
   for (uint32_t index = 0; index < geometry().num_participants; ++index) {
     Participant& participant = region_->participants()[index];
-    if (index == self_ || Peek(participant.state) != ParticipantState::kAttached) continue;
+    const ParticipantState state = Peek(participant.state);
+    if (state != ParticipantState::kAttached && state != ParticipantState::kArriving) continue;
     if (presence_.IsAlive(index)) continue;
     Reclaim(index, locked);
     CRASH_POINT("sweep.reclaimed");
@@ -215,6 +219,11 @@ void Session::FreeIfDone(uint32_t slot, Locked& locked) {
   if (Peek(table_.slot(slot).pending) != 0 || Peek(table_.slot(slot).leased) != 0) return;
   table_.Free(slot);
   locked.WakeSpaceSleepers();
+}
+
+bool Session::IsAttached(uint32_t participant) const {
+  return Peek(region_->participants()[participant].state) == ParticipantState::kAttached &&
+         presence_.IsAlive(participant);
 }
 
 int Session::OpenWakeFifo() {

@@ -84,6 +84,9 @@ class Session : public std::enable_shared_from_this<Session> {
   Control& control() { return region_->control(); }
   const Geometry& geometry() const { return region_->geometry(); }
   bool IsAlive(uint32_t participant) const { return presence_.IsAlive(participant); }
+  // With the lock: whether the process that registered as `participant` lives. May be true for a
+  // moment after its death, while another process looks at its place.
+  bool IsAttached(uint32_t participant) const;
   uint32_t self() const { return self_; }
   uint32_t NextSerial();
   void set_lock_timeout(int64_t timeout_ns) { lock_timeout_ns_ = timeout_ns; }

@@ -34,6 +34,7 @@ namespace {
 
 constexpr uint32_t kProducers = 2, kRanks = 2, kBatch = 3;
 constexpr uint64_t kRemembered = 1 << 16;  // positions whose value is kept for the other rank
+constexpr int64_t kPatience = 25 * kMillisecond;  // with a process that does not reach its point
 constexpr int64_t kStandstill = 30'000 * kMillisecond;
 
 // A rank's progress up to the end of a batch.
@@ -154,6 +155,7 @@ struct Worker {
   pid_t pid;  // 0: dead, and to be started again at `restart_ns`
   std::string point;
   int64_t restart_ns;
+  int64_t start_ns;
 };
 
 class Arena {
@@ -189,7 +191,7 @@ class Arena {
 
  private:
   Worker Start(uint32_t who) {
-    Worker worker{0, "", 0};
+    Worker worker{0, "", 0, NowNs()};
     const bool armed = random_() % 8 != 0;
     if (armed) worker.point = Draw(who);
     const int count = random_() % 2 == 0 ? 1 : 1 + static_cast<int>(random_() % 12);
@@ -211,7 +213,7 @@ class Arena {
   // killed few.
   std::string Draw(uint32_t who) {
     const std::vector<std::string>& known = reached_[who];
-    const std::vector<std::string>& choice = known.empty() || random_() % 4 == 0 ? points_ : known;
+    const std::vector<std::string>& choice = known.empty() || random_() % 16 == 0 ? points_ : known;
     std::string least;
     for (int draw = 0; draw < 3; ++draw) {
       const std::string& candidate = choice[random_() % choice.size()];
@@ -239,18 +241,18 @@ class Arena {
       // At once, so that the heir finds the lock in its name; or later, so that the others have to
       // steal it.
       const int64_t delay = random_() % 2 == 0 ? 0 : 2 * kProbeInterval;
-      *found = Worker{0, "", NowNs() + delay};
+      *found = Worker{0, "", NowNs() + delay, 0};
     }
     for (Worker& worker : workers_) {
       if (worker.pid != 0 || NowNs() < worker.restart_ns) continue;
       worker = Start(static_cast<uint32_t>(&worker - workers_.data()));
     }
-    // Most points are reached by some processes only; the others are ended anywhere, so that they
-    // draw again.
-    Worker& victim = workers_[random_() % workers_.size()];
-    if (random_() % 64 == 0 && victim.pid != 0) {
-      victim.point.clear();
-      kill(victim.pid, SIGKILL);
+    // Most points are reached by some roles only; the others are ended anywhere, so that they draw
+    // again.
+    for (Worker& worker : workers_) {
+      if (worker.pid == 0 || NowNs() - worker.start_ns < kPatience) continue;
+      worker.point.clear();
+      kill(worker.pid, SIGKILL);
     }
   }
 
