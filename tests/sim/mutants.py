@@ -21,7 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 REPO = Path(__file__).parents[2]
-RELOADED = ("asyncrl.rollout", "asyncrl.control", *(f"tests.sim.{n}" for n in ("parts", "world", "rules", "run")))
+RELOADED = (
     "asyncrl.rollout",
     "asyncrl.control",
     "tests.sim.parts",
@@ -29,7 +29,6 @@ RELOADED = ("asyncrl.rollout", "asyncrl.control", *(f"tests.sim.{n}" for n in ("
     "tests.sim.rules",
     "tests.sim.run",
 )
-
 
 LATER = """
 def _later(write):
