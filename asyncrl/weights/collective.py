@@ -34,10 +34,9 @@ def gather_messages(message: bytes) -> list[bytes]:
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     if message:
         padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    gathered = torch.zeros(world_size * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded)
-    rows = gathered.view(world_size, longest).cpu().numpy()
-    return [bytes(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+    gathered = [torch.zeros_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return [bytes(row[:length].cpu().numpy()) for row, length in zip(gathered, lengths.tolist(), strict=True)]
 
 
 def on_all_ranks(action: Callable[[], Result]) -> Result:

@@ -51,8 +51,7 @@ class Deadline:
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise WeightUpdateError(f"{what}: {reason}") from error
+            raise WeightUpdateError(f"{what}: {_first_line(error)}") from error
 
 
 def transfer_device(group: dist.ProcessGroup) -> torch.device:
@@ -62,18 +61,26 @@ def transfer_device(group: dist.ProcessGroup) -> torch.device:
 
 def start_send(group: dist.ProcessGroup, peer: int, data: torch.Tensor) -> dist.Work:
     """Begin sending; ``data`` must stay unchanged until the work is finished."""
-    work = dist.isend(data, group=group, group_dst=peer)
-    if work is None:
-        raise WeightUpdateError(f"this process is not a member of the weight group with rank {peer}")
-    return work
+    return _started(lambda: dist.isend(data, group=group, group_dst=peer), peer)
 
 
 def start_receive(group: dist.ProcessGroup, peer: int, data: torch.Tensor) -> dist.Work:
     """Begin receiving into ``data``."""
-    work = dist.irecv(data, group=group, group_src=peer)
+    return _started(lambda: dist.irecv(data, group=group, group_src=peer), peer)
+
+
+def _started(start: Callable[[], dist.Work | None], peer: int) -> dist.Work:
+    try:
+        work = start()
+    except RuntimeError as error:  # the connection is known to be closed
+        raise WeightUpdateError(f"rank {peer} of the weight group is gone: {_first_line(error)}") from error
     if work is None:
-        raise WeightUpdateError(f"this process is not a member of the weight group with rank {peer}")
+        raise WeightUpdateError("this process is no member of the weight group")
     return work
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def send_message(group: dist.ProcessGroup, peer: int, message: bytes, deadline: Deadline) -> None:

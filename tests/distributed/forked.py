@@ -1,0 +1,66 @@
+"""Many ranks for the price of one import: a launcher process imports everything once and forks the ranks.
+
+    pytest --subprocess--> python -m MODULE DIRECTORY --fork--> a process per role, output in ROLE.log
+
+The launcher starts no thread and opens no socket before it forks, so a rank is as good as a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def fork_roles(roles: Mapping[str, Callable[[], None]], directory: Path) -> None:
+    """Run every role in a process of its own; exits with 1 if any of them failed."""
+    processes = {}
+    for name, action in roles.items():
+        process = os.fork()
+        if process == 0:
+            _run_role(name, action, directory)
+        processes[process] = name
+    failed = [name for process, name in processes.items() if os.waitpid(process, 0)[1] != 0]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def _run_role(name: str, action: Callable[[], None], directory: Path) -> None:
+    log = os.open(directory / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        action()
+        status = 0
+    except BaseException:  # a forked child must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_launcher(module: str, directory: Path, timeout_s: float) -> None:
+    """Start a launcher and wait for it; an assertion shows the end of every log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", module, str(directory)]
+    launcher = subprocess.Popen(command, cwd=REPO, env=environment, start_new_session=True)
+    try:
+        status: int | str = launcher.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = f"not within {timeout_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all of them ended
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    logs = {path.stem: path.read_text()[-1500:] for path in sorted(directory.glob("*.log"))}
+    assert status == 0, "\n".join(
+        [f"{module}: {status}", *(f"{name}: {text}" for name, text in logs.items())]
+    )
