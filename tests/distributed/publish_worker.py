@@ -162,7 +162,7 @@ def check_stats(case: Case, stats: PublishStats) -> str:
         for tensor in engine_tensors(case.geometry, random_model(case.geometry, 1), tp_size, tp_rank).values()
     )
     # Padding rows are the receiver's own business and never sent.
-    if not 0.8 * needed < stats.bytes_received_total <= needed:
+    if not 0.8 * needed <= stats.bytes_received_total <= needed:
         return f"{stats.bytes_received_total} bytes received, {needed} held by the engines"
     return ""
 
