@@ -3,7 +3,10 @@
 #include <pybind11/stl.h>
 
 #include "bind/lease.h"
+#include "bind/outgoing.h"
 #include "bind/record_codec.h"
+#include "bind/ring_inspect.h"
+#include "bind/ring_waits.h"
 #include "ring/admin.h"
 #include "ring/errors.h"
 #include "ring/put.h"
@@ -21,146 +24,6 @@ using ring::Interrupt;
 using ring::PutRequest;
 using ring::RingError;
 using ring::Session;
-
-// The class in asyncrl.ring.errors for a kind.
-const char* ClassOf(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kClosed:
-      return "RingClosed";
-    case ErrorKind::kTimeout:
-      return "RingTimeout";
-    case ErrorKind::kFull:
-      return "RingFull";
-    case ErrorKind::kTooLarge:
-      return "RecordTooLarge";
-    case ErrorKind::kStale:
-      return "RecordStale";
-    case ErrorKind::kKeyTooOld:
-      return "KeyTooOld";
-    case ErrorKind::kNotAMember:
-      return "NotAMember";
-    case ErrorKind::kMemberBusy:
-      return "MemberBusy";
-    case ErrorKind::kLimit:
-      return "RingLimit";
-    case ErrorKind::kExists:
-      return "RingExists";
-    case ErrorKind::kMissing:
-      return "RingMissing";
-    case ErrorKind::kForeign:
-      return "NotARing";
-    case ErrorKind::kAbi:
-      return "RingAbiMismatch";
-    case ErrorKind::kCorrupt:
-      return "RingCorrupt";
-    case ErrorKind::kNoSpace:
-      return "RingNoSpace";
-    case ErrorKind::kLockTimeout:
-      return "LockTimeout";
-    case ErrorKind::kReleased:
-      return "BatchReleased";
-    case ErrorKind::kDetached:
-      return "RingDetached";
-    case ErrorKind::kViewsAlive:
-      return "ViewsAlive";
-    case ErrorKind::kSystem:
-      return "RingSystemError";
-  }
-  return "RingError";
-}
-
-void Translate(std::exception_ptr pending) {
-  try {
-    if (pending) std::rethrow_exception(pending);
-  } catch (const RingError& error) {
-    const py::object type = py::module_::import("asyncrl.ring.errors").attr(ClassOf(error.kind()));
-    PyErr_SetString(type.ptr(), error.what());
-  }
-}
-
-// Lets Ctrl-C and other Python signal handlers end a wait.
-void CheckSignals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
-int64_t DeadlineIn(double seconds) {
-  if (seconds > 1e9) return ring::kForever;
-  return ring::NowNs() + static_cast<int64_t>(std::max(seconds, 0.0) * 1e9);
-}
-
-// Records on their way in: what is to be written, and where. Not tied to one attempt, so that an
-// asynchronous put may try, wait and try again.
-class Outgoing {
- public:
-  Outgoing(std::shared_ptr<Session> session, const RecordFormat& format, ring::WhenFull when_full,
-           bool with_checksum)
-      : session_(std::move(session)),
-        writer_(*session_),
-        format_(format),
-        when_full_(when_full),
-        with_checksum_(with_checksum),
-        serial_(session_->NextSerial()) {}
-
-  void Add(const py::tuple& values, int64_t min_version, int64_t max_version, uint32_t weight,
-           std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> key) {
-    records_.emplace_back(format_, values);
-    PutRequest request{};
-    request.length = records_.back().length();
-    request.weight = weight;
-    request.min_version = min_version;
-    request.max_version = max_version;
-    request.slot = ring::kNil;
-    if (key) request.key = ring::Key{{std::get<0>(*key), std::get<1>(*key)}, std::get<2>(*key)};
-    requests_.push_back(request);
-  }
-
-  // Publishes all, waiting for room. Without the GIL.
-  void Put(double timeout_s) {
-    const int64_t deadline = DeadlineIn(timeout_s);
-    while (num_done_ < requests_.size()) {
-      Publish(writer_.Claim(Rest(), when_full_, deadline, CheckSignals));
-    }
-  }
-
-  // Publishes what there is room for now; true when all are out, else the wake descriptor is armed.
-  bool TryPut(bool take_ticket) {
-    while (num_done_ < requests_.size()) {
-      const size_t claimed = writer_.TryClaim(Rest(), when_full_, serial_, take_ticket);
-      if (claimed == 0) return false;
-      Publish(claimed);
-    }
-    return true;
-  }
-
-  void GiveUp() { writer_.DropTicket(serial_); }
-
-  size_t num_done() const { return num_done_; }
-  size_t num_published() const { return num_published_; }
-
- private:
-  std::span<PutRequest> Rest() { return std::span(requests_).subspan(num_done_); }
-
-  void Publish(size_t count) {
-    const auto claimed = Rest().first(count);
-    for (size_t i = 0; i < count; ++i) {
-      if (claimed[i].slot != ring::kNil) records_[num_done_ + i].Write(writer_.Payload(claimed[i]));
-    }
-    writer_.Commit(claimed, with_checksum_);
-    num_done_ += count;
-    for (const PutRequest& request : claimed) num_published_ += !request.duplicate;
-  }
-
-  std::shared_ptr<Session> session_;
-  ring::Writer writer_;
-  const RecordFormat& format_;
-  ring::WhenFull when_full_;
-  bool with_checksum_;
-  uint32_t serial_;
-  std::vector<EncodedRecord> records_;
-  std::vector<PutRequest> requests_;
-  size_t num_done_ = 0, num_published_ = 0;
-};
 
 void RegisterRecords(py::module_& module) {
   py::class_<RecordFormat>(module, "RecordFormat")
@@ -230,49 +93,6 @@ void RegisterReading(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("length", &GroupReader::Length, py::call_guard<py::gil_scoped_release>())
       .def("leave", &GroupReader::Leave, py::call_guard<py::gil_scoped_release>());
-}
-
-py::dict ToDict(const ring::Stats& stats) {
-  using namespace py::literals;
-  return py::dict(
-      "num_slots"_a = stats.num_slots, "num_free"_a = stats.num_free, "depth"_a = stats.num_ready,
-      "claimed"_a = stats.num_claimed, "held"_a = stats.num_held,
-      "arena_bytes"_a = stats.arena_bytes, "bytes_used"_a = stats.bytes_used,
-      "ready_tokens"_a = stats.ready_weight, "max_record_bytes"_a = stats.max_record_bytes,
-      "puts"_a = stats.num_puts, "duplicates"_a = stats.num_duplicates, "gets"_a = stats.num_gets,
-      "acks"_a = stats.num_acks, "nacks"_a = stats.num_nacks, "reclaimed"_a = stats.num_reclaimed,
-      "recoveries"_a = stats.num_recoveries, "steals"_a = stats.num_steals,
-      "dropped_stale"_a = stats.num_dropped[0], "dropped_oldest"_a = stats.num_dropped[1],
-      "dropped_evicted"_a = stats.num_dropped[2], "dropped_group_removed"_a = stats.num_dropped[3],
-      "dropped_damaged"_a = stats.num_dropped[4],
-      "min_version"_a =
-          stats.min_version == INT64_MIN ? py::object(py::none()) : py::int_(stats.min_version),
-      "closed"_a = stats.closed);
-}
-
-py::dict InspectRing(const std::string& directory) {
-  using namespace py::literals;
-  const ring::Snapshot snapshot = ring::Inspect(directory);
-  py::list participants, leases;
-  for (const ring::ParticipantInfo& who : snapshot.participants) {
-    participants.append(py::dict("index"_a = who.index, "pid"_a = who.pid,
-                                 "role"_a = static_cast<uint32_t>(who.role), "alive"_a = who.alive,
-                                 "name"_a = who.name,
-                                 "age_s"_a = static_cast<double>(who.age_ns) / 1e9,
-                                 "puts"_a = who.num_puts, "gets"_a = who.num_gets));
-  }
-  auto index_or_none = [](uint32_t index) {
-    return index == ring::kNil ? py::object(py::none()) : py::int_(index);
-  };
-  for (const ring::LeaseInfo& lease : snapshot.leases) {
-    leases.append(py::dict(
-        "group"_a = lease.group, "rank"_a = lease.rank, "holder"_a = index_or_none(lease.holder),
-        "pending"_a = lease.num_pending, "leased"_a = lease.num_leased, "num_bytes"_a = lease.bytes,
-        "oldest_s"_a = static_cast<double>(lease.oldest_ns) / 1e9));
-  }
-  return py::dict("stats"_a = ToDict(snapshot.stats), "participants"_a = participants,
-                  "leases"_a = leases, "lock_owner"_a = index_or_none(snapshot.lock_owner),
-                  "oldest_ready_s"_a = static_cast<double>(snapshot.oldest_ready_ns) / 1e9);
 }
 
 void RegisterSession(py::module_& module) {
