@@ -119,8 +119,8 @@ class LocalRun:
 
     def _start_trainer(self, address: ControlAddress) -> Child:
         world_size = self._config.parallel.world_size
-        computing = world_size + self._config.engine.replicas * self._config.engine.tp
-        threads = max(1, len(os.sched_getaffinity(0)) // computing)
+        # engines and trainer are rarely busy at the same moment: the ranks may use every core
+        threads = max(1, len(os.sched_getaffinity(0)) // world_size)
         environment = {
             **address.environment(),
             "ASYNCRL_LOG_DIR": str(self._log_dir),

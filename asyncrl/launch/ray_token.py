@@ -13,4 +13,5 @@ def protect_ray() -> None:
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
+        "RAY_worker_niceness": "0",  # the engines live below Ray's workers and must not yield to everybody
     }

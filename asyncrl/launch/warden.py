@@ -8,8 +8,9 @@ when the pipe closes, which is what happens when the owner dies of anything, SIG
 warden itself be killed, the kernel kills the command (parent-death signal).
 
 Ending means SIGTERM to the command, `--grace` seconds, then SIGKILL to every descendant until none is
-left. Afterwards the files that the tree had mapped from /dev/shm and the directories given by `--remove`
-are unlinked. The exit status is the command's (128 + n when signal n killed it).
+left. Afterwards the directories given by `--remove` are removed, and the files in /dev/shm that the tree
+was seen to map and that no process maps any more. The exit status is the command's (128 + n when signal
+n killed it).
 
 Only the standard library is imported: a warden costs 10 MB and starts in 30 ms.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHM = "/dev/shm/"
+FIRST_LOOK_S, LAST_LOOK_S = 0.5, 20.0
 
 
 def prctl(option: int, value: int) -> None:
@@ -131,26 +133,36 @@ class Ward:
         return os.WEXITSTATUS(self.status)
 
 
-def watch(ward: Ward, wakeup: int) -> None:
-    """Return when the command exited, the owner's pipe closed, or SIGTERM came."""
+def watch(ward: Ward, wakeup: int) -> set[str]:
+    """Return when the command exited, the owner's pipe closed, or SIGTERM came.
+
+    Returns the shared-memory files that the tree was seen to map: looked for ever more rarely, since
+    processes map theirs soon after they start.
+    """
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     poller.register(wakeup, select.POLLIN)
+    shm: set[str] = set()
+    interval_s, look_at = FIRST_LOOK_S, time.monotonic() + FIRST_LOOK_S
     while True:
-        for fd, _ in poller.poll():
+        if time.monotonic() >= look_at:
+            shm |= mapped_shm_files(descendants(os.getpid()))
+            interval_s = min(interval_s * 1.5, LAST_LOOK_S)
+            look_at = time.monotonic() + interval_s
+        for fd, _ in poller.poll(max(0.0, look_at - time.monotonic()) * 1000):
             if fd == 0 and not os.read(0, 1):
-                return
+                return shm
             if fd == wakeup and signal.SIGTERM in os.read(wakeup, 512):
-                return
+                return shm
         ward.reap()
         if ward.status is not None:
-            return
+            return shm
 
 
-def end(ward: Ward, grace: float) -> None:
-    """End the whole tree; when this returns, no descendant is left."""
+def end(ward: Ward, grace: float, shm: set[str]) -> None:
+    """End the whole tree; when this returns, no descendant is left, nor what only it had in ``shm``."""
     me = os.getpid()
-    shm = mapped_shm_files(descendants(me))
+    shm |= mapped_shm_files(descendants(me))
     deadline = time.monotonic() + grace
     if ward.status is None:
         send([ward.pid], signal.SIGTERM)
@@ -162,8 +174,10 @@ def end(ward: Ward, grace: float) -> None:
         send(remaining, signal.SIGKILL)
         time.sleep(0.01)
         ward.reap()
-    for path in shm:
-        Path(path).unlink(missing_ok=True)
+    if shm:
+        everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        for path in shm - mapped_shm_files(everybody):
+            Path(path).unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,8 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
     ward = Ward(start(options.command))
-    watch(ward, wakeup)
-    end(ward, options.grace)
+    shm = watch(ward, wakeup)
+    end(ward, options.grace, shm)
     for directory in options.remove:
         shutil.rmtree(directory, ignore_errors=True)
     return ward.exit_code

@@ -1,7 +1,7 @@
-"""From ring records to training sequences.
+"""From ring records to micro-batches.
 
     ring of this replica --> samples (the same on every rank of the replica) --> advantages, loss weights
-                                                                            --> TrainSequence per sample
+                             --> a TrainSequence per sample --> units of siblings --> packed micro-batches
 
 Weights of the loss are fixed by counts of the *global* batch, before it is cut into replicas and
 micro-batches, so the loss does not depend on the cut.
@@ -18,8 +18,15 @@ from asyncrl.algo.advantages import compute_advantages
 from asyncrl.algo.aggregation import BatchCounts, token_weight
 from asyncrl.config import Config
 from asyncrl.trainer.collectives import max_over_ranks, sum_over_leaders
+from asyncrl.trainer.plan import (
+    SampleLength,
+    agree_microbatches,
+    count_microbatches,
+    plan_step,
+    sibling_units,
+)
 from asyncrl.types import PolicyVersion, Sample
-from megatron_ext.packing import TrainSequence
+from megatron_ext.packing import MicroBatch, TrainSequence, pack
 
 
 @dataclass(frozen=True)
@@ -64,18 +71,48 @@ def batch_stats(samples: Sequence[Sample], version: PolicyVersion, is_leader: bo
     )
 
 
-def train_sequences(
-    samples: Sequence[Sample], config: Config, version: PolicyVersion, is_leader: bool
-) -> list[TrainSequence]:
-    """One training sequence per sample of this replica; every rank calls this."""
+def build_micro_batches(
+    samples: Sequence[Sample], config: Config, version: PolicyVersion, pad_multiple: int, is_leader: bool
+) -> list[MicroBatch]:
+    """This replica's micro-batches, the same number on every replica; every rank calls this.
+
+    A sample whose advantage is 0 has no gradient under any of the objectives, so it is not computed; it
+    still counts in the denominators.
+    """
+    batch = _global_counts(samples, is_leader)
+    trained = [(sample, advantage) for sample in samples if (advantage := _advantage(sample, config)) != 0.0]
+    sequences = [_sequence(sample, advantage, batch, config, version) for sample, advantage in trained]
+    budget = config.train.microbatch_tokens
+    units = sibling_units(
+        [SampleLength(item.group_id, item.num_tokens, item.num_prompt_tokens) for item, _ in trained],
+        budget=budget,
+        pad_multiple=pad_multiple,
+    )
+    lengths = [unit.num_entries for unit in units]
+    needed = count_microbatches(lengths, budget=budget, pad_multiple=pad_multiple)
+    rounds = config.parallel.pp if config.parallel.vpp > 1 else 1
+    agreed = agree_microbatches([int(max_over_ranks([needed])[0])], multiple_of=rounds)
+    plan = plan_step(lengths, budget=budget, pad_multiple=pad_multiple, num_microbatches=agreed)
+    return [
+        pack([sequences[idx] for unit_idx in chosen for idx in units[unit_idx].samples], pad_multiple)
+        for chosen in plan.micro_batches
+    ]
+
+
+def _global_counts(samples: Sequence[Sample], is_leader: bool) -> BatchCounts:
     counts = BatchCounts.of([int(sample.loss_mask.sum()) for sample in samples])
     num_samples, num_tokens = sum_over_leaders([counts.num_samples, counts.num_tokens], is_leader)
-    batch = BatchCounts(int(num_samples), int(num_tokens))
-    return [_sequence(sample, batch, config, version) for sample in samples]
+    return BatchCounts(int(num_samples), int(num_tokens))
 
 
-def _sequence(sample: Sample, batch: BatchCounts, config: Config, version: PolicyVersion) -> TrainSequence:
-    advantage = compute_advantages(config.algorithm.advantage, sample.group_rewards)[sample.sample_idx]
+def _advantage(sample: Sample, config: Config) -> float:
+    advantages = compute_advantages(config.algorithm.advantage, sample.group_rewards)
+    return float(advantages[sample.sample_idx])
+
+
+def _sequence(
+    sample: Sample, advantage: float, batch: BatchCounts, config: Config, version: PolicyVersion
+) -> TrainSequence:
     weight = token_weight(
         config.algorithm.aggregation,
         batch,

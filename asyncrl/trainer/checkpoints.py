@@ -86,4 +86,5 @@ def _named(path: Path) -> Path | None:
     """The checkpoint that a run directory, a checkpoints folder or a checkpoint's own folder means."""
     if path.name.startswith("iter_"):
         return path if path.is_dir() else None
-    return latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    newest: Path | None = latest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    return newest

@@ -22,15 +22,13 @@ from asyncrl.control.messages import CheckpointDone, Phase, StepDone, TrainerSta
 from asyncrl.ring.batch import Batch
 from asyncrl.ring.errors import RingTimeout
 from asyncrl.ring.ring import Ring
-from asyncrl.trainer.batch import BatchStats, batch_stats, train_sequences
+from asyncrl.trainer.batch import BatchStats, batch_stats, build_micro_batches
 from asyncrl.trainer.checkpoints import Checkpoints
-from asyncrl.trainer.collectives import broadcast_json, max_over_ranks, sum_over_leaders
-from asyncrl.trainer.plan import agree_microbatches, count_microbatches, plan_step
+from asyncrl.trainer.collectives import broadcast_json, sum_over_leaders
 from asyncrl.trainer.publication import PolicyPublisher, PublishTimes
 from asyncrl.trainer.record import StepRecorder
 from asyncrl.trainer.verify import Verifier
 from asyncrl.types import Sample
-from megatron_ext.packing import MicroBatch, pack
 from megatron_ext.parallel import RankInfo
 from megatron_ext.policy import MegatronPolicy, StepStats
 
@@ -116,14 +114,14 @@ class TrainingLoop:
                 break
             waited = time.monotonic()
             stats = batch_stats(samples, step, self._rank.is_replica_leader)
-            result, waste = self._update(samples, step)
+            result, num_entries = self._update(samples, step)
             trained = time.monotonic()
             step += 1
             if control:
                 control.post("trainer/step", StepDone(batch_idx=step - 1))
             published = self._publish(step)
             times = StepTimes(waited - started, trained - waited, published, time.monotonic() - started)
-            self._record(step, stats, result, waste, times)
+            self._record(step, stats, result, num_entries, times)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved_step = self._save(step)
         if saved_step != step:
@@ -163,20 +161,14 @@ class TrainingLoop:
             " see the rollouter's log, or raise train.batch_timeout_s"
         )
 
-    def _update(self, samples: list[Sample], version: int) -> tuple[StepStats, float]:
-        """One optimizer step on the batch; returns its statistics and the share of padding."""
-        sequences = train_sequences(samples, self._config, version, self._rank.is_replica_leader)
-        lengths = [sample.num_tokens - 1 for sample in samples]  # the last token predicts nothing
-        budget = self._config.train.microbatch_tokens
-        needed = count_microbatches(lengths, budget=budget, pad_multiple=self._pad_multiple)
-        rounds = self._config.parallel.pp if self._config.parallel.vpp > 1 else 1
-        agreed = agree_microbatches([int(max_over_ranks([needed])[0])], multiple_of=rounds)
-        plan = plan_step(lengths, budget=budget, pad_multiple=self._pad_multiple, num_microbatches=agreed)
-        micro_batches: list[MicroBatch] = [
-            pack([sequences[idx] for idx in indices], self._pad_multiple) for indices in plan.micro_batches
-        ]
+    def _update(self, samples: list[Sample], version: int) -> tuple[StepStats, int]:
+        """One optimizer step on the batch; returns its statistics and how many entries were computed."""
+        micro_batches = build_micro_batches(
+            samples, self._config, version, self._policy.layout.pad_multiple, self._rank.is_replica_leader
+        )
         temperature = self._config.rollout.temperature
-        return self._policy.train_step(micro_batches, self._objective, temperature=temperature), plan.waste
+        result = self._policy.train_step(micro_batches, self._objective, temperature=temperature)
+        return result, sum(micro_batch.num_tokens for micro_batch in micro_batches)
 
     def _publish(self, version: int) -> PublishTimes:
         times = self._publisher.publish(version)
@@ -185,7 +177,7 @@ class TrainingLoop:
         return times
 
     def _record(
-        self, step: int, stats: BatchStats, result: StepStats, waste: float, times: StepTimes
+        self, step: int, stats: BatchStats, result: StepStats, num_entries: int, times: StepTimes
     ) -> None:
         depth = sum_over_leaders([self._ring.stats().depth], self._rank.is_replica_leader)[0]
         if self._recorder and self._control:
@@ -196,7 +188,7 @@ class TrainingLoop:
                 grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
                 algorithm=summarize(result.sums),
-                padding_waste=waste,
+                num_entries=num_entries,
                 times=times,
                 ring_depth=int(depth),
                 rollout=self._control.state().rollout,
@@ -219,4 +211,5 @@ def _replica_size(config: Config) -> int:
 
 def _rank_in_replica(rank: RankInfo, config: Config) -> int:
     """0 for the leader."""
-    return (rank.pp_rank * config.parallel.cp + rank.cp_rank) * config.parallel.tp + rank.tp_rank
+    within: int = (rank.pp_rank * config.parallel.cp + rank.cp_rank) * config.parallel.tp + rank.tp_rank
+    return within

@@ -1,6 +1,10 @@
 """The step plan: which samples of a replica share a packed micro-batch. Integers only, no I/O.
 
+    samples -> sibling_units -> lengths of units
     lengths -> count_microbatches -> (maximum over replicas) agree_microbatches -> plan_step -> StepPlan
+
+Siblings stay together, because a micro-batch computes their common prompt once: what is planned are
+*units* of siblings, a sample alone being the smallest.
 
 Every replica must run the same number of micro-batches, or pipeline and data-parallel collectives
 would wait for each other for ever; so the replicas agree on a count first and plan second.
@@ -18,6 +22,53 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MicroBatches = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLength:
+    """What planning needs to know of a sample."""
+
+    group_id: int
+    num_tokens: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Siblings that are packed behind one copy of their prompt."""
+
+    samples: tuple[int, ...]  # indices into the replica's samples
+    num_entries: int  # padded entries of the packed unit
+
+
+def sibling_units(samples: Sequence[SampleLength], *, budget: int, pad_multiple: int) -> list[Unit]:
+    """Cut every group into as few units as the budget allows; groups in order of first appearance.
+
+    A prompt of P tokens shared by several samples is P - 1 entries; a response of R tokens behind it is R
+    entries, and a sample of T tokens alone T - 1 (`megatron_ext.packing`). Each is padded.
+    """
+    groups: dict[int, list[int]] = {}
+    for idx, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(idx)
+    units: list[Unit] = []
+    for members in groups.values():
+        current: list[int] = []
+        for idx in members:
+            if current and _unit_entries(samples, [*current, idx], pad_multiple) > budget:
+                units.append(Unit(tuple(current), _unit_entries(samples, current, pad_multiple)))
+                current = []
+            current.append(idx)
+        units.append(Unit(tuple(current), _unit_entries(samples, current, pad_multiple)))
+    return units
+
+
+def _unit_entries(samples: Sequence[SampleLength], members: Sequence[int], multiple: int) -> int:
+    first = samples[members[0]]
+    if len(members) == 1 or first.num_prompt_tokens < 2:
+        return sum(padded_length(max(1, samples[idx].num_tokens - 1), multiple) for idx in members)
+    branches = (max(1, samples[idx].num_tokens - first.num_prompt_tokens) for idx in members)
+    prefix = padded_length(first.num_prompt_tokens - 1, multiple)
+    return prefix + sum(padded_length(branch, multiple) for branch in branches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ the difference to the step before.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ class StepRecorder:
         grad_norm: float,
         learning_rate: float,
         algorithm: Mapping[str, float],
-        padding_waste: float,
+        num_entries: int,
         times: StepTimes,
         ring_depth: int,
         rollout: RolloutReport,
@@ -53,7 +54,7 @@ class StepRecorder:
                 staleness_max=stats.staleness_max,
                 partial_ratio=stats.partial_ratio,
                 partial_max_span=stats.partial_max_span,
-                mismatch_kl=algorithm["mismatch_k3"],
+                mismatch_kl=algorithm.get("mismatch_k3", math.nan),  # nothing was trained on: unknown
                 tokens_trained=stats.num_tokens,
                 tokens_generated=max(0, rollout.tokens_generated - self._previous.tokens_generated),
                 time_step=times.step_s,
@@ -62,7 +63,7 @@ class StepRecorder:
                 trainer_idle_ratio=times.idle_ratio,
                 engine_idle_ratio=self._engine_idle_ratio(rollout),
                 ring_depth=ring_depth,
-                extra=_extra(stats, learning_rate, algorithm, padding_waste, times, times.publish),
+                extra=_extra(stats, learning_rate, algorithm, num_entries, times, times.publish),
             )
         )
         self._previous, self._previous_at = rollout, time.monotonic()
@@ -78,7 +79,7 @@ def _extra(
     stats: BatchStats,
     learning_rate: float,
     algorithm: Mapping[str, float],
-    padding_waste: float,
+    num_entries: int,
     times: StepTimes,
     publish: PublishTimes,
 ) -> dict[str, float]:
@@ -89,6 +90,6 @@ def _extra(
         "time/train": times.train_s,
         "publish/transfer_s": publish.transfer_s,
         "publish/bytes": float(publish.num_bytes),
-        "train/padding_waste": padding_waste,
+        "train/entries": float(num_entries),  # computed by rank 0's replica: shared prompts once, padding too
         **{f"algo/{name}": value for name, value in algorithm.items() if name not in ("loss", "tokens")},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -125,3 +126,33 @@ def test_terminal_interrupt_is_left_to_the_owner() -> None:
     assert warden.stdout is not None and warden.stdout.readline() == "up\n"
     os.kill(warden.pid, signal.SIGINT)
     assert warden.wait(timeout=10) == 5
+
+
+def test_shared_memory_of_a_process_that_died_before_is_removed_too() -> None:
+    shm = Path(f"/dev/shm/asyncrl-test-{uuid.uuid4().hex}")
+    code = (
+        "import mmap, os, time\n"
+        f"f = os.open({str(shm)!r}, os.O_CREAT | os.O_RDWR); os.ftruncate(f, 4096); m = mmap.mmap(f, 4096)\n"
+        "print('up', flush=True); time.sleep(1.5); os._exit(9)\n"
+    )
+    warden = start("--", sys.executable, "-c", code)
+    assert warden.stdout is not None and warden.stdout.readline() == "up\n"
+    assert warden.wait(timeout=10) == 9
+    assert not shm.exists()
+
+
+def test_shared_memory_that_others_still_map_is_left() -> None:
+    shm = Path(f"/dev/shm/asyncrl-test-{uuid.uuid4().hex}")
+    with shm.open("wb+") as file:
+        file.truncate(4096)
+        ours = mmap.mmap(file.fileno(), 4096)
+    code = (
+        "import mmap, os, time\n"
+        f"f = os.open({str(shm)!r}, os.O_RDWR); m = mmap.mmap(f, 4096)\n"
+        "print('up', flush=True); time.sleep(1.0)\n"
+    )
+    warden = start("--", sys.executable, "-c", code)
+    assert warden.wait(timeout=10) == 0
+    assert shm.exists()
+    ours.close()
+    shm.unlink()
