@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigError(ValueError):
@@ -34,20 +34,20 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The Hugging Face directory to train, and the precision to train it in."""
 
-    path: Path
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    path: Path  # config.json, *.safetensors, tokenizer.json
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; the optimizer keeps float32
 
 
 class ParallelConfig(Section):
     """How the trainer is cut; the world size is tp * pp * cp * dp."""
 
-    tp: Positive = 1
-    pp: Positive = 1
+    tp: Positive = 1  # tensor parallel: cuts every layer
+    pp: Positive = 1  # pipeline parallel: cuts between layers
     vpp: Positive = 1  # virtual pipeline stages per pipeline rank
-    cp: Positive = 1
-    dp: Positive = 1
-    sequence_parallel: bool = False
-    distributed_optimizer: bool = True
+    cp: Positive = 1  # context parallel: cuts every sample
+    dp: Positive = 1  # data parallel: replicas, each with a ring of its own
+    sequence_parallel: bool = False  # also cut norms and dropout by tp
+    distributed_optimizer: bool = True  # optimizer states cut over dp x cp
 
     @property
     def world_size(self) -> int:
@@ -65,16 +65,16 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """Batch arithmetic and the optimizer (AdamW)."""
 
-    steps: Positive = 20
-    prompts_per_step: Positive = 16
-    samples_per_prompt: Positive = 4
+    steps: Positive = 20  # optimizer updates, one per batch and policy version
+    prompts_per_step: Positive = 16  # sample groups in a batch, over all replicas
+    samples_per_prompt: Positive = 4  # size of a sample group
     microbatch_tokens: Positive = 2048  # token budget of one packed micro-batch, per CP group
-    lr: PositiveFloat = 1e-6
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    lr: PositiveFloat = 1e-6  # after the warm-up, constant
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip_grad: PositiveFloat = 1.0
-    warmup_steps: NonNegative = 0
+    clip_grad: PositiveFloat = 1.0  # largest norm of the whole gradient
+    warmup_steps: NonNegative = 0  # steps over which lr rises linearly from 0
     seed: int = 0
     batch_timeout_s: PositiveFloat = 600.0  # longest wait for a batch before the run fails
 
@@ -118,26 +118,26 @@ class AlgorithmConfig(Section):
 class RolloutConfig(Section):
     """What is sampled, and how far behind the trainer it may be."""
 
-    max_new_tokens: Positive = 256
-    max_prompt_tokens: Positive = 1024
-    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive = 256  # longest completion; longer ones are cut and still trained on
+    max_prompt_tokens: Positive = 1024  # longer prompts are skipped
+    temperature: PositiveFloat = 1.0  # of sampling, and of every logprob in the loss
     max_staleness: NonNegative = 1  # versions between a sample's oldest token and the trainer
     interrupt: Literal["abort", "retract", "drain"] = "abort"  # running samples at a publication
-    request_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: PositiveFloat = 300.0  # longest wait for one answer of an engine
     seed: int = 0
 
 
 class EngineConfig(Section):
     """The SGLang engines."""
 
-    replicas: Positive = 1
-    tp: Positive = 1
+    replicas: Positive = 1  # engines, each with all of the weights
+    tp: Positive = 1  # ranks of one engine
     dtype: Literal["float32", "bfloat16"] | None = None  # None: the model's
-    context_length: Positive = 2048
+    context_length: Positive = 2048  # longest prompt + completion
     max_total_tokens: Positive | None = None  # KV cache size; None: SGLang decides (8192 on CPU)
-    max_running_requests: Positive = 64
+    max_running_requests: Positive = 64  # samples that one engine generates at a time
     port: NonNegative = 0  # of the first engine, the next ones follow; 0: any free port
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: PositiveFloat = 300.0  # longest wait for an engine to serve
     extra_args: tuple[str, ...] = ()  # handed to SGLang's launcher as they are
 
 
@@ -147,11 +147,11 @@ class DataConfig(Section):
     reasoning_gym: str | None = None  # task name, for example "basic_arithmetic"
     task_args: dict[str, Any] = {}  # handed to reasoning_gym.create_dataset
     path: Path | None = None  # .jsonl or .parquet, or a Hugging Face dataset folder
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
-    system_prompt: str | None = None
+    prompt_key: str = "prompt"  # column with text or chat messages
+    answer_key: str = "answer"  # column handed to the reward as the truth
+    system_prompt: str | None = None  # put before conversations that have none
     prompt_suffix: str = ""  # appended to the user message
-    seed: int = 0
+    seed: int = 0  # of the order of rows, or of the tasks
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -164,8 +164,8 @@ class RewardConfig(Section):
     """`reasoning_gym`, `last_number`, `exact_match`, or FILE.py:FUNCTION."""
 
     function: str = "last_number"
-    timeout_s: PositiveFloat = 10.0
-    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    timeout_s: PositiveFloat = 10.0  # a call that takes longer is killed and counts as an error
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.05  # a larger share of errors stops the run
 
 
 class EvalConfig(Section):
@@ -180,8 +180,8 @@ class EvalConfig(Section):
 class WeightsConfig(Section):
     """How a new policy version reaches the engines."""
 
-    bucket_mib: PositiveFloat = 32.0
-    timeout_s: PositiveFloat = 120.0
+    bucket_mib: PositiveFloat = 32.0  # size of a staging buffer; each side has two
+    timeout_s: PositiveFloat = 120.0  # longest wait for a publication
     # after every publication, record the engine's parameter checksums and compare logprobs of
     # fixed prompts between engine and trainer (slow: for tests and new models)
     verify: bool = False
@@ -190,16 +190,16 @@ class WeightsConfig(Section):
 class RingConfig(Section):
     """The shared-memory ring of samples, one per data-parallel replica."""
 
-    directory: Path = Path("/dev/shm")
-    arena_mib: PositiveFloat = 64.0
-    num_slots: Positive = 4096
+    directory: Path = Path("/dev/shm")  # must be in memory
+    arena_mib: PositiveFloat = 64.0  # bytes of samples in one ring
+    num_slots: Positive = 4096  # samples in one ring at most
 
 
 class CheckpointConfig(Section):
     """When the trainer's state becomes durable."""
 
     every: NonNegative = 10  # steps; 0: only at the end
-    keep: Positive = 2
+    keep: Positive = 2  # newest checkpoints that stay
     resume: str = "never"  # auto | never | path of a run or checkpoint directory
     export_hf: bool = True  # a Hugging Face folder beside each checkpoint
 
@@ -207,20 +207,20 @@ class CheckpointConfig(Section):
 class ControlConfig(Section):
     """The coordinator's control port."""
 
-    host: str = "127.0.0.1"
-    port: NonNegative = 0
-    heartbeat_timeout_s: PositiveFloat = 120.0
+    host: str = "127.0.0.1"  # where the coordinator listens
+    port: NonNegative = 0  # 0: any free port
+    heartbeat_timeout_s: PositiveFloat = 120.0  # silence after which a process counts as dead
 
 
 class ObserveConfig(Section):
-    display: Literal["auto", "live", "plain"] = "auto"
-    tensorboard: bool = True
+    display: Literal["auto", "live", "plain"] = "auto"  # auto: live on a terminal, else a line per step
+    tensorboard: bool = True  # write tensorboard/ in the run directory
     rollouts: bool = True  # write rollouts/step_N.jsonl
 
 
 class Config(Section):
-    name: str = "run"
-    runs_dir: Path = Path("runs")
+    name: str = "run"  # of the run directory
+    runs_dir: Path = Path("runs")  # where run directories are made
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
@@ -277,7 +277,7 @@ def _soundness_problems(config: Config) -> list[str]:
             f"rollout.max_staleness = {config.rollout.max_staleness} trains on stale samples, which"
             ' algorithm.correction = "none" does not correct; use "truncated_is" or max_staleness = 0'
         )
-    if config.algorithm.advantage != "dr_grpo" and config.train.samples_per_prompt < 2:
+    if config.train.samples_per_prompt < 2:
         problems.append(
             f"algorithm.advantage = {config.algorithm.advantage!r} compares the samples of a group;"
             f" train.samples_per_prompt = {config.train.samples_per_prompt} leaves none; use 2 or more"

@@ -22,7 +22,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from asyncrl.algo.inputs import Objective, ObjectiveInputs
+from asyncrl.algo.inputs import Objective, ObjectiveInputs, Segments
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.hf import read_shards
 from asyncrl.weights.layout import ShardLayout
@@ -181,7 +181,22 @@ def objective_inputs(batch: LocalBatch, logprobs: torch.Tensor, entropy: torch.T
         mask=torch.ones_like(logprobs, dtype=torch.bool),
         entropy=entropy,
         staleness=None if source.staleness is None else scored(source.staleness),
+        segments=Segments(
+            sample_idx=torch.bucketize(batch.scored, torch.tensor(source.cu_seqlens[1:]), right=True).to(
+                logprobs.device
+            ),
+            num_samples=len(source.lengths),
+            sum_over_ranks=_sum_over_context,
+        ),
     )
+
+
+def _sum_over_context(values: torch.Tensor) -> torch.Tensor:
+    """Over the context-parallel ranks that share a micro-batch's samples, in place."""
+    group = mpu.get_context_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 class _Totals:
