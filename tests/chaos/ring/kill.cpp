@@ -213,7 +213,7 @@ class Arena {
   // killed few.
   std::string Draw(uint32_t who) {
     const std::vector<std::string>& known = reached_[who];
-    const std::vector<std::string>& choice = known.empty() || random_() % 16 == 0 ? points_ : known;
+    const std::vector<std::string>& choice = known.empty() || random_() % 8 == 0 ? points_ : known;
     std::string least;
     for (int draw = 0; draw < 3; ++draw) {
       const std::string& candidate = choice[random_() % choice.size()];
@@ -290,13 +290,13 @@ class Arena {
     for (const std::string& point : points_) {
       if (kills_[point] == 0) missed.push_back(point);
     }
+    for (const std::string& point : missed) std::printf("  never reached: %s\n", point.c_str());
     std::printf(
         "kills: %lu at %zu of %zu points and %lu anywhere; records: %lu, redelivered batches: %lu, "
         "lock steals: %lu, recoveries: %lu, slowest look: %.1f ms (probe interval 20 ms)\n",
         total_, points_.size() - missed.size(), points_.size(), anywhere_,
         journal_->progress[0][journal_->current[0].load()].end, journal_->redelivered.load(),
         steals_, recoveries_, static_cast<double>(journal_->slowest_look_ns.load()) / 1e6);
-    for (const std::string& point : missed) std::printf("  never reached: %s\n", point.c_str());
     return 0;
   }
 
