@@ -185,7 +185,7 @@ def objective_inputs(batch: LocalBatch, logprobs: torch.Tensor, entropy: torch.T
             sample_idx=torch.bucketize(batch.scored, torch.tensor(source.cu_seqlens[1:]), right=True).to(
                 logprobs.device
             ),
-            num_samples=len(source.lengths),
+            num_samples=len(source.segments),  # a shared prefix is one without trained tokens
             sum_over_ranks=_sum_over_context,
         ),
     )
