@@ -276,6 +276,10 @@ class Ring:
         found: str = self._session.check()
         return found
 
+    def rebuild(self) -> None:
+        """Rebuild all tables from the slots, as after a death. For repair; nothing needs it otherwise."""
+        self._session.rebuild()
+
     def close(self) -> None:
         """End the stream: puts raise `RingClosed`, readers drain what is ready and then get `RingClosed`."""
         self._session.close()

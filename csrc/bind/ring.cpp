@@ -7,6 +7,7 @@
 #include "bind/record_codec.h"
 #include "bind/ring_inspect.h"
 #include "bind/ring_waits.h"
+#include "common/crc32c.h"
 #include "ring/admin.h"
 #include "ring/errors.h"
 #include "ring/put.h"
@@ -163,6 +164,13 @@ void RegisterFiles(py::module_& module) {
       py::arg("num_producers"), py::arg("key_window"));
   module.def("unlink", &ring::Region::Unlink, py::arg("directory"));
   module.def("repair_header", &ring::Region::RepairHeader, py::arg("directory"));
+  module.def(
+      "crc32c",
+      [](const py::bytes& data) {
+        const std::string_view bytes = data;
+        return Crc32c(bytes.data(), bytes.size());
+      },
+      py::arg("data"));
   module.def("inspect", &InspectRing, py::arg("directory"));
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -335,35 +336,36 @@ async def test_asyncio_waits_without_threads(path: Path, producer: Ring) -> None
         await producer.aput_many([make_sample(i) for i in range(20)], timeout=0.1)
 
 
+def fill(producer: Ring) -> None:
+    with pytest.raises(RingTimeout):
+        while True:
+            producer.put(make_sample(1), timeout=0)
+
+
 def test_a_waiting_large_record_goes_first() -> None:
     with temporary_ring(arena_bytes=1 << 14, num_slots=64) as path:
         producer = Ring.open(path, role="producer", name="small")
         large = Ring.open(path, role="producer", name="large")
         group = reader(path).group("dp0", ack="release")
-        num_small = 0
-        while True:
-            try:
-                producer.put(make_sample(num_small), timeout=0)
-            except RingTimeout:
-                break
-            num_small += 1
-        done = threading.Event()
-
-        def put_large() -> None:
-            large.put(make_sample(99, num_tokens=500), timeout=30)
-            done.set()
-
-        thread = threading.Thread(target=put_large)
-        thread.start()
+        fill(producer)
+        sample = make_sample(99, num_tokens=500)
+        waiting = threading.Thread(target=lambda: large.put(sample, timeout=60))
+        waiting.start()
         deadline = time.monotonic() + 30
-        while not done.is_set() and time.monotonic() < deadline:
-            with group.get_batch(1, timeout=0):
-                time.sleep(0.15)  # long enough for the large put to have tried again
-            try:
-                producer.put(make_sample(1), timeout=0)  # would take the room for ever
-            except RingTimeout as error:
-                assert "first in line is large" in str(error)
-            if producer.stats().depth == 0:
-                break
-        thread.join()
-        assert done.is_set()
+        message = ""
+        while "first in line is large" not in message:  # it is, once it has waited a moment
+            assert time.monotonic() < deadline, message
+            with pytest.raises(RingTimeout) as caught:
+                producer.put(make_sample(1), timeout=0.02)
+            message = str(caught.value)
+        seen = []
+        while 99 not in seen:
+            with group.get_batch(1, timeout=30) as batch:
+                seen += numbers(batch)
+            if waiting.is_alive():
+                with contextlib.suppress(RingTimeout):
+                    producer.put(
+                        make_sample(2), timeout=0
+                    )  # without the ticket, this takes the room for ever
+        waiting.join()
+        assert 2 not in seen, "a small record overtook the large one"

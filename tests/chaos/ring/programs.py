@@ -5,8 +5,11 @@ A program's result is the last line that it printed, with its counts; `ProofFail
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import tomllib
@@ -111,13 +114,22 @@ def is_caught(mutant: Mutant, source: Path, arguments: dict[str, Sequence[object
 
 
 def _run(command: Sequence[str], *, timeout: float, cwd: Path = REPO, last_line: bool = True) -> str:
+    name = Path(command[0]).name
+    process = subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        raise ProofFailed(f"{Path(command[0]).name}: not done after {error.timeout} s") from None
-    output = (done.stdout + done.stderr).strip()
-    if done.returncode != 0:
-        if Path(command[0]).name == "cmake":
+        output = process.communicate(timeout=timeout)[0].strip()
+    except subprocess.TimeoutExpired:
+        raise ProofFailed(f"{name}: not done after {timeout} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and its workers
+        process.wait()
+        for left in Path("/dev/shm").glob(f"asyncrl-test-*{process.pid}*"):
+            shutil.rmtree(left)
+    if process.returncode != 0:
+        if name == "cmake":
             raise RuntimeError(output[-4000:])
-        raise ProofFailed(f"{Path(command[0]).name} ended with {done.returncode}:\n{output[-4000:]}")
+        raise ProofFailed(f"{name} ended with {process.returncode}:\n{output[-4000:]}")
     return output.splitlines()[-1] if last_line and output else output
