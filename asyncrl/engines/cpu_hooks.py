@@ -40,11 +40,8 @@ def activate() -> None:
         HookType.REPLACE,
     )
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        _wait_for_shared_prefix,
-        HookType.AROUND,
-    )
+    HookRegistry.register(f"{_ADDER}.add_one_req", _wait_for_shared_prefix, HookType.AROUND)
+    HookRegistry.register(f"{_ATTENTION}._run_sdpa_forward_decode", _decode, HookType.AROUND)
 
 
 def _fork(result: None, *args: Any, **kwargs: Any) -> None:
