@@ -10,7 +10,7 @@ CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.tom
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test lint format bench clean chaos-ring chaos-sim
+.PHONY: help env demo test lint format bench clean chaos-ring chaos-sim layouts
 
 help:
 	@echo "make demo        train SmolLM2-135M on arithmetic, end to end, on this machine"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint        ruff, mypy, clang-format"
 	@echo "make chaos-ring  the long proof of the sample ring"
 	@echo "make chaos-sim   many seeds of the rollouter simulator"
+	@echo "make layouts     every trainer layout into every engine layout, compared with a load from disk"
 	@echo "make bench       benchmarks against peers and physical bounds"
 
 env: $(BUILD_STAMP)
@@ -58,7 +59,10 @@ chaos-ring: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python tests/chaos/ring/run.py
 
 chaos-sim: $(BUILD_STAMP)
-	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 100000
+	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 20000
+
+layouts: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python -m scripts.check_layouts
 
 bench: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python benchmarks/ring.py

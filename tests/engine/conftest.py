@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,8 @@ class RunningEngine:
 
     def kill(self) -> None:
         """End the server and what it has started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self.process.wait(timeout=30)
 
 
@@ -60,11 +60,12 @@ def start_engine(model: Path, directory: Path, *, tp_size: int, extra: tuple[str
 
 
 def start_process(command: EngineCommand, log: Path) -> subprocess.Popen[bytes]:
+    """Under a warden, which ends all of it, and removes its shared memory, when its stdin is closed."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            command.arguments,
+            [sys.executable, "-m", "asyncrl.launch.warden", "--grace", "0", "--", *command.arguments],
             env={**os.environ, "PYTHONPATH": str(REPO), **command.environment},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
