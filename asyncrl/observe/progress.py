@@ -64,7 +64,7 @@ def event_line(event: Event, started: float) -> str:
     return f"{at} {event.kind} " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 
-SILENT_KINDS = ("publication", "verification")
+SILENT_KINDS = ("alarm", "publication", "verification")
 """Kinds too frequent for a line each; they stay in events.jsonl."""
 
 

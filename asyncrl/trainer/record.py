@@ -11,7 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from asyncrl.algo.metrics import alarms
 from asyncrl.control.messages import RolloutReport
+from asyncrl.observe.events import EventLog
 from asyncrl.observe.metrics import MetricsWriter, StepMetrics
 from asyncrl.trainer.batch import BatchStats
 from asyncrl.trainer.publication import PublishTimes
@@ -20,11 +22,17 @@ if TYPE_CHECKING:
     from asyncrl.trainer.loop import StepTimes
 
 
+class TrainingAlarm(RuntimeError):
+    """A diagnostic says that training on would learn from wrong numbers."""
+
+
 class StepRecorder:
     """Remembers the rollouter's totals between steps."""
 
-    def __init__(self, writer: MetricsWriter) -> None:
+    def __init__(self, writer: MetricsWriter, events: EventLog) -> None:
         self._writer = writer
+        self._events = events
+        self._initial_entropy: float | None = None
         self._previous = RolloutReport()
         self._previous_at = time.monotonic()
 
@@ -42,7 +50,11 @@ class StepRecorder:
         ring_depth: int,
         rollout: RolloutReport,
     ) -> None:
-        """Append the metrics of step ``step``, which made policy version ``step``."""
+        """Append the metrics of step ``step``, which made policy version ``step``, and its alarms.
+
+        Raises:
+            TrainingAlarm: engine and trainer disagree beyond what training can bear.
+        """
         self._writer.write(
             StepMetrics(
                 step=step,
@@ -67,6 +79,15 @@ class StepRecorder:
             )
         )
         self._previous, self._previous_at = rollout, time.monotonic()
+        self._check(step, algorithm)
+
+    def _check(self, step: int, algorithm: Mapping[str, float]) -> None:
+        for alarm in alarms(algorithm, initial_entropy=self._initial_entropy):
+            self._events.write("alarm", step=step, level=alarm.level, message=alarm.message)
+            if alarm.level == "stop":
+                raise TrainingAlarm(f"step {step}: {alarm.message}")
+        if self._initial_entropy is None:
+            self._initial_entropy = algorithm.get("entropy")
 
     def _engine_idle_ratio(self, rollout: RolloutReport) -> float:
         """Share of the engines' time since the previous step in which they had nothing to do."""

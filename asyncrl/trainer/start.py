@@ -124,4 +124,5 @@ def _verifier(config: Config, policy: MegatronPolicy, rank: RankInfo) -> Verifie
 
 
 def _recorder(config: Config) -> StepRecorder:
-    return StepRecorder(MetricsWriter(config.run_dir, tensorboard=config.observe.tensorboard))
+    writer = MetricsWriter(config.run_dir, tensorboard=config.observe.tensorboard)
+    return StepRecorder(writer, EventLog(config.run_dir))
