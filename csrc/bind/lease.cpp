@@ -10,6 +10,14 @@ namespace py = pybind11;
 using ring::ErrorKind;
 using ring::RingError;
 
+namespace {
+
+void MakeReadOnly(py::array& view) {
+  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+}
+
+}  // namespace
+
 // What an array over a record has as its base: it counts as a view and keeps the lease.
 struct Lease::ViewToken {
   std::shared_ptr<Lease> lease;
@@ -41,18 +49,40 @@ const ring::RecordField& Lease::Find(size_t index, const std::string& name) cons
   return *field;
 }
 
+py::capsule Lease::MakeToken() {
+  return py::capsule(new ViewToken(shared_from_this()),
+                     [](void* token) { delete static_cast<ViewToken*>(token); });
+}
+
+py::array Lease::MakeView(const std::byte* record, const ring::RecordField& field,
+                          const py::capsule& token) const {
+  const std::vector<py::ssize_t> shape(field.shape, field.shape + field.num_dims);
+  return py::array(NumpyDType(field.dtype), shape, record + field.offset, token);
+}
+
 py::array Lease::View(size_t index, const std::string& name, bool writeable) {
   const ring::RecordField& field = Find(index, name);
   if (field.num_dims == 0 || field.dtype == ring::DType::kString) {
     throw py::type_error("field " + name + " is not an array");
   }
-  const py::capsule base(new ViewToken(shared_from_this()),
-                         [](void* token) { delete static_cast<ViewToken*>(token); });
-  const std::vector<py::ssize_t> shape(field.shape, field.shape + field.num_dims);
-  py::array view(NumpyDType(field.dtype), shape, Record(index) + field.offset, base);
-  if (!writeable)
-    py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  py::array view = MakeView(Record(index), field, MakeToken());
+  if (!writeable) MakeReadOnly(view);
   return view;
+}
+
+py::dict Lease::Views(size_t index) {
+  const std::byte* record = Record(index);
+  const py::capsule token = MakeToken();
+  const auto* header = reinterpret_cast<const ring::RecordHeader*>(record);
+  const auto* fields = reinterpret_cast<const ring::RecordField*>(record + sizeof(*header));
+  py::dict views;
+  for (uint32_t i = 0; i < header->num_fields; ++i) {
+    if (fields[i].num_dims == 0 || fields[i].dtype == ring::DType::kString) continue;
+    py::array view = MakeView(record, fields[i], token);
+    MakeReadOnly(view);
+    views[fields[i].name] = std::move(view);
+  }
+  return views;
 }
 
 py::object Lease::Scalar(size_t index, const std::string& name) const {

@@ -32,6 +32,9 @@ class Lease : public std::enable_shared_from_this<Lease> {
   // flag (for torch, which has no read-only tensors); the memory itself is mapped read-only.
   pybind11::array View(size_t index, const std::string& name, bool writeable);
 
+  // All array fields of record `index`, by name; together they count as one view.
+  pybind11::dict Views(size_t index);
+
   // A scalar or a string.
   pybind11::object Scalar(size_t index, const std::string& name) const;
 
@@ -50,6 +53,9 @@ class Lease : public std::enable_shared_from_this<Lease> {
 
  private:
   struct ViewToken;
+  pybind11::capsule MakeToken();
+  pybind11::array MakeView(const std::byte* record, const ring::RecordField& field,
+                           const pybind11::capsule& token) const;
   const std::byte* Record(size_t index) const;
   const ring::RecordField& Find(size_t index, const std::string& name) const;
 

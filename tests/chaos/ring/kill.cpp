@@ -14,6 +14,7 @@
 //
 // usage: ring_kill KILLS SEED POINT...
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -197,6 +198,7 @@ class Arena {
     const int count = random_() % 2 == 0 ? 1 : 1 + static_cast<int>(random_() % 12);
     worker.pid = fork();
     if (worker.pid != 0) return worker;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // nobody outlives the test
     if (armed) ArmCrashPoint(worker.point.c_str(), count, SIGKILL);
     const std::string& directory = ring_.directory();
     if (who < kProducers) {
