@@ -124,12 +124,14 @@ def render(report: RingReport) -> str:
     s = report.stats
     state = ("closed" if s.closed else "open") + (", abandoned" if report.abandoned else "")
     ready = f"{s.depth} ready ({s.ready_tokens} tokens, oldest {report.oldest_ready_s:.1f} s)"
+    free = f"{s.num_free} of {s.num_slots} slots free"
+    reads = f"{s.gets} gets, {s.acks} acks, {s.nacks} nacks"
     dropped = f"{s.dropped_stale} stale, {s.dropped_oldest} oldest, {s.dropped_evicted} evicted"
     lines = [
         f"{report.path}: {state}",
-        f"  records   {ready}, {s.held} held, {s.claimed} being written, {s.num_free} of {s.num_slots} slots free",
+        f"  records   {ready}, {s.held} held, {s.claimed} being written, {free}",
         f"  bytes     {s.bytes_used} of {s.arena_bytes} used, largest record {s.max_record_bytes}",
-        f"  counters  {s.puts} puts, {s.duplicates} duplicates, {s.gets} gets, {s.acks} acks, {s.nacks} nacks",
+        f"  counters  {s.puts} puts, {s.duplicates} duplicates, {reads}",
         f"  dropped   {dropped}, {s.dropped_group_removed} with their group, {s.dropped_damaged} damaged",
         f"  versions  at least {s.min_version}",
         f"  recovery  {s.recoveries} rebuilds, {s.steals} locks stolen, {s.reclaimed} claims taken back",
@@ -148,8 +150,8 @@ def _participant_line(who: Participant) -> str:
 
 def _lease_line(lease: RankLease) -> str:
     holder = "not attached" if lease.holder is None else f"participant {lease.holder}"
-    kept = f"{lease.pending} to acknowledge, {lease.leased} on loan"
-    return f"  {lease.group}[{lease.rank}]  {holder}: {kept}, {lease.num_bytes} bytes, oldest {lease.oldest_s:.1f} s"
+    kept = f"{lease.pending} to acknowledge, {lease.leased} on loan, {lease.num_bytes} bytes"
+    return f"  {lease.group}[{lease.rank}]  {holder}: {kept}, oldest {lease.oldest_s:.1f} s"
 
 
 def describe_ring(path: Path) -> str:

@@ -7,8 +7,8 @@ Order is kept: while anything is spilled, new samples go behind it. The file out
 safe once `put` has returned: it is in the ring, or in the file with a CRC-32C and on the disk. Every spilled
 sample has a key, so a crash between the ring and the file's truncation publishes nothing twice.
 
-File: frames of ``magic u32 | bytes u32 | crc32c u32`` and then a JSON line (scalars, shapes, key, version) and
-the arrays' bytes. A torn last frame is a put that did not return: it is cut off when the file is opened.
+File: frames of ``magic u32 | bytes u32 | crc32c u32`` and then a JSON line (scalars, shapes, key, version)
+and the arrays' bytes. A torn last frame is a put that did not return: it is cut off when the file is opened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 import asyncrl._C as _C
 from asyncrl.ring.codec import FIELDS
-from asyncrl.ring.errors import RingCorrupt, RingFull
+from asyncrl.ring.errors import RecordStale, RingCorrupt, RingFull
 from asyncrl.ring.ring import Key, Ring
 from asyncrl.types import FinishReason, PolicyVersion, Sample
 
@@ -91,9 +91,7 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes]]:
         if magic != MAGIC or _C.ring.crc32c(body) != checksum:
             if end == len(data):
                 return
-            raise RingCorrupt(
-                f"{path}: the frame at byte {at} is damaged; move the file away to go on without it"
-            )
+            raise RingCorrupt(f"{path}: the frame at byte {at} is damaged; move the file away to go on")
         yield end, body
         at = end
 
@@ -114,6 +112,7 @@ class SpillingProducer:
         self._file = path.open("ab")
         self._uid = f"spill-{uuid.uuid4().hex}"
         self._serial = 0
+        self.num_stale = 0  # spilled samples that were too old when their turn came
 
     @property
     def num_spilled(self) -> int:
@@ -146,7 +145,10 @@ class SpillingProducer:
         done = 0
         try:
             for spilled in self._waiting:
-                self._ring.put(spilled.sample, version=spilled.version, key=spilled.key, timeout=0)
+                try:
+                    self._ring.put(spilled.sample, version=spilled.version, key=spilled.key, timeout=0)
+                except RecordStale:
+                    self.num_stale += 1  # the version bound passed it while it waited
                 done += 1
         except RingFull:
             pass  # the rest waits

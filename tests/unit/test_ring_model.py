@@ -18,8 +18,8 @@ SLOTS = 8
 
 
 class RingModel(RuleBasedStateMachine):
-    """``ready``: (number, version) not yet taken. ``log``: batches taken by the group. Per rank: the batches that it
-    has acknowledged, and those that it holds."""
+    """``ready``: (number, version) not yet taken. ``log``: batches taken by the group. Per rank: the batches
+    that it has acknowledged, and those that it holds."""
 
     def __init__(self) -> None:
         super().__init__()
