@@ -75,6 +75,10 @@ class RingDetached(RingError):
     """The handle was detached, or belongs to the parent of this forked process."""
 
 
+class WrongRole(RingError):
+    """A put through a handle that is no producer, or a group on one that is no reader."""
+
+
 class BatchReleased(RingError):
     """Use of a batch after its release."""
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import asyncrl._C as _C
 from asyncrl.ring.codec import FORMAT, sample_values
+from asyncrl.ring.errors import WrongRole
 from asyncrl.ring.group import AckMode, Group
 from asyncrl.ring.waiting import FifoWaiter
 from asyncrl.types import PolicyVersion, Sample
@@ -83,8 +84,9 @@ class RingStats:
 class Ring:
     """One participant's handle. Make one with `create` or `open`."""
 
-    def __init__(self, path: Path, session: Any, when_full: WhenFull, checksum: bool) -> None:
+    def __init__(self, path: Path, role: Role, session: Any, when_full: WhenFull, checksum: bool) -> None:
         self.path = path
+        self.role = role
         self._session = session
         self._when_full = _WHEN_FULL[when_full]
         self._checksum = checksum
@@ -147,7 +149,7 @@ class Ring:
         """
         session = _C.ring.Session.attach(os.fspath(path), _ROLES[role], name)
         session.set_lock_timeout(lock_timeout)
-        return Ring(path, session, when_full, checksum)
+        return Ring(path, role, session, when_full, checksum)
 
     @staticmethod
     def unlink(path: Path) -> None:
@@ -227,6 +229,7 @@ class Ring:
     def _outgoing(
         self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
     ) -> Any:
+        self._require("producer")
         outgoing = _C.ring.Outgoing(self._session, FORMAT, self._when_full, self._checksum)
         for idx, sample in enumerate(samples):
             oldest = sample.min_version if version is None else version
@@ -251,6 +254,7 @@ class Ring:
             NotAMember: a rank outside the group, or another size.
             MemberBusy: a live process has the rank.
         """
+        self._require("reader")
         return Group(self, self._session, name, rank, size, ack, resume_at)
 
     def remove_group(self, name: str) -> None:
@@ -290,6 +294,12 @@ class Ring:
         if self._waiter is not None:
             self._waiter.close()
             self._waiter = None
+
+    def _require(self, role: Role) -> None:
+        if self.role != role:
+            raise WrongRole(
+                f'{self.path}: opened as {self.role}; Ring.open(path, role="{role}", ...) can do this'
+            )
 
     def waiter(self) -> FifoWaiter:
         """The running loop's waiter on this handle. One loop at a time."""

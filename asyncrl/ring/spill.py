@@ -91,7 +91,7 @@ def read_frames(path: Path) -> Iterator[tuple[int, bytes]]:
         if magic != MAGIC or _C.ring.crc32c(body) != checksum:
             if end == len(data):
                 return
-            raise RingCorrupt(f"{path}: the frame at byte {at} is damaged; move the file away to go on")
+            raise RingCorrupt(f"{path}: frame at byte {at} is damaged; move the file away")
         yield end, body
         at = end
 

@@ -27,6 +27,7 @@ from asyncrl.ring.errors import (
     RingNoSpace,
     RingTimeout,
     ViewsAlive,
+    WrongRole,
 )
 from asyncrl.ring.inspect import clear, describe_ring, inspect, repair
 from tests.unit.ring_samples import make_sample, numbers, temporary_ring
@@ -134,6 +135,13 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def test_roles(path: Path) -> None:
+    with pytest.raises(WrongRole, match="opened as reader"):
+        Ring.open(path, role="reader", name="r").put(make_sample(1), timeout=0)
+    with pytest.raises(WrongRole, match="opened as producer"):
+        Ring.open(path, role="producer", name="p").group("dp0")
+
+
 def test_all_places_taken() -> None:
     with temporary_ring(num_participants=2) as path:
         first = Ring.open(path, role="reader", name="a")
@@ -145,8 +153,9 @@ def test_all_places_taken() -> None:
 
 
 def test_detached_and_forked_handles(path: Path) -> None:
-    ring = Ring.open(path, role="producer", name="p")
-    ring.put(make_sample(1), timeout=1)
+    producer = Ring.open(path, role="producer", name="p")
+    producer.put(make_sample(1), timeout=1)
+    ring = Ring.open(path, role="reader", name="r")
     pid = os.fork()
     if pid == 0:
         try:
@@ -161,7 +170,7 @@ def test_detached_and_forked_handles(path: Path) -> None:
     batch.release()
     ring.detach()
     with pytest.raises(RingDetached, match="was detached"):
-        ring.put(make_sample(1), timeout=1)
+        ring.stats()
 
 
 def test_writing_through_a_torch_view_faults_and_harms_nobody(path: Path) -> None:

@@ -1,4 +1,6 @@
 // Faults that need a process to stop or die at one exact place: the metadata lock's hard cases.
+#include <sched.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -153,6 +155,48 @@ void ClaimOfTheDead() {
           (NowNs() - begin) / kMillisecond);
 }
 
+// Two containers on one host: the owner is stopped, then dies, in a PID namespace of its own.
+void OtherPidNamespace() {
+  TemporaryRing ring(SmallRing{});
+  auto session = Session::Attach(ring.directory(), Role::kReader, "outside");
+  int report[2];
+  REQUIRE(pipe(report) == 0, "pipe");
+  const pid_t child = fork();
+  if (child == 0) {
+    if (unshare(CLONE_NEWPID) != 0) std::_Exit(77);
+    const pid_t first = fork();  // process 1 of the namespace; its end ends the namespace
+    if (first == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      InLock(ring.directory(), SIGSTOP, [](const std::shared_ptr<Session>&) {});
+      [[maybe_unused]] const ssize_t told = write(report[1], "x", 1);
+      for (;;) pause();
+    }
+    waitpid(first, nullptr, 0);
+    std::_Exit(0);
+  }
+  close(report[1]);
+  char byte;
+  if (read(report[0], &byte, 1) != 1) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 77, "the namespace failed");
+    std::printf("skipped, no right to make a PID namespace: ");
+    return;
+  }
+  session->set_lock_timeout(200 * kMillisecond);
+  try {
+    ReadStats(*session);
+    REQUIRE(false, "the lock was stolen from a live process in another PID namespace");
+  } catch (const RingError& error) {
+    REQUIRE(error.kind() == ErrorKind::kLockTimeout, "%s", error.what());
+  }
+  session->set_lock_timeout(kPatience);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  REQUIRE(ReadStats(*session).num_steals == 1, "the lock was not stolen");
+  close(report[0]);
+}
+
 }  // namespace
 
 int Main() {
@@ -161,7 +205,8 @@ int Main() {
       {"a stopped owner", StoppedOwner},
       {"fork, then the parent's death", ForkThenDeath},
       {"reuse of a dead owner's index", IndexReuse},
-      {"the claim of a dead producer", ClaimOfTheDead}};
+      {"the claim of a dead producer", ClaimOfTheDead},
+      {"death in another PID namespace", OtherPidNamespace}};
   for (const auto& [name, test] : tests) {
     test();
     std::printf("ok: %s\n", name);
