@@ -140,8 +140,8 @@ class SpillingProducer:
         self._waiting.append(spilled)
 
     def drain(self) -> bool:
-        """Move what fits into the ring, oldest first; True when nothing is spilled any more. Call it from time
-        to time while nothing is put."""
+        """Move what fits into the ring, oldest first; True when nothing is spilled any more. Call it now and
+        then while nothing is put."""
         done = 0
         try:
             for spilled in self._waiting:

@@ -42,7 +42,21 @@ struct Case {
   bool retries = false;
   // Whether the operation removes the group "old", which is then removed again.
   bool removes_group = false;
+  // Records that each rank gets all of or none of.
+  Values together = {};
+  // Not 0: the next batch of so many records has so many.
+  uint32_t batch = 0;
 };
+
+Case Together(Case c, Values values) {
+  c.together = std::move(values);
+  return c;
+}
+
+Case Whole(Case c, uint32_t batch) {
+  c.batch = batch;
+  return c;
+}
 
 Actors JoinGroup(std::shared_ptr<Session> session) {
   Actors actors;
@@ -126,6 +140,8 @@ std::string CheckEmpty(Session& session) {
   return "";
 }
 
+Delivery Take(GroupReader& reader, uint32_t count) { return *reader.TryGet({count, 0}); }
+
 // Empty, or what is wrong after recovery from the memory as it is.
 std::string CheckRecovery(std::shared_ptr<Session> session, const Case& c) {
   {
@@ -145,6 +161,11 @@ std::string CheckRecovery(std::shared_ptr<Session> session, const Case& c) {
   Values may = c.may;
   if (c.retries && !closed) PutValue(*session, 1, 77, 100);
   Actors actors = JoinGroup(session);
+  if (c.batch > 0) {
+    const Delivery next = Take(*actors.rank0, c.batch);
+    if (next.slots.size() != c.batch) return "a batch of " + std::to_string(next.slots.size());
+    actors.rank0->Release(next.slots);
+  }
   auto drain = [&](GroupReader& reader) {
     if (!closed) return Drain(reader);
     Values values;
@@ -156,6 +177,14 @@ std::string CheckRecovery(std::shared_ptr<Session> session, const Case& c) {
     return values;
   };
   const Values got0 = drain(*actors.rank0), got1 = drain(*actors.rank1);
+  for (const Values& got : {got0, got1}) {
+    const auto counted = std::count_if(c.together.begin(), c.together.end(), [&](uint64_t value) {
+      return std::find(got.begin(), got.end(), value) != got.end();
+    });
+    if (counted != 0 && counted != static_cast<long>(c.together.size())) {
+      return "half of an acknowledgement: " + Join(got);
+    }
+  }
   const std::string both = Join(got0) + " and " + Join(got1);
   if (!closed && !IsMerge(got0, c.must0, may))
     return "rank 0 should get " + Join(c.must0) + ": " + both;
@@ -210,8 +239,6 @@ int RunCase(const Case& c, uint64_t stride, uint64_t& num_images) {
 void Put3(Actors& a) {
   for (uint64_t value : {1, 2, 3}) PutValue(*a.session, 1, value, 100);
 }
-
-Delivery Take(GroupReader& reader, uint32_t count) { return *reader.TryGet({count, 0}); }
 
 void Put77(Actors& a) { PutValue(*a.session, 1, 77, 100); }
 
@@ -297,12 +324,13 @@ std::vector<Case> ReadCases() {
     Take(*a.rank1, 2);
   };
   return {
-      {"get of a batch by the first rank",
-       Put3,
-       [](Actors& a) { Take(*a.rank0, 2); },
-       {1, 2, 3},
-       {1, 2, 3},
-       {}},
+      Whole({"get of a batch by the first rank",
+             Put3,
+             [](Actors& a) { Take(*a.rank0, 2); },
+             {1, 2, 3},
+             {1, 2, 3},
+             {}},
+            2),
       {"get of a batch by the second rank",
        taken_by_0,
        [](Actors& a) { Take(*a.rank1, 2); },
@@ -310,18 +338,20 @@ std::vector<Case> ReadCases() {
        {1, 2, 3},
        {}},
       {"get by tokens", Put3, [](Actors& a) { a.rank0->TryGet({0, 2}); }, {1, 2, 3}, {1, 2, 3}, {}},
-      {"ack of a batch by the first rank",
-       taken_by_both,
-       [](Actors& a) { a.rank0->Ack(0, 2); },
-       {3},
-       {1, 2, 3},
-       {1, 2}},
-      {"ack of a batch by the last rank",
-       AckedByRank0,
-       [](Actors& a) { a.rank1->Ack(0, 2); },
-       {3},
-       {3},
-       {1, 2}},
+      Together({"ack of a batch by the first rank",
+                taken_by_both,
+                [](Actors& a) { a.rank0->Ack(0, 2); },
+                {3},
+                {1, 2, 3},
+                {1, 2}},
+               {1, 2}),
+      Together({"ack of a batch by the last rank",
+                AckedByRank0,
+                [](Actors& a) { a.rank1->Ack(0, 2); },
+                {3},
+                {3},
+                {1, 2}},
+               {1, 2}),
       {"release after the last ack",
        [](Actors& a) {
          AckedByRank0(a);
@@ -337,16 +367,17 @@ std::vector<Case> ReadCases() {
        {1, 2, 3},
        {1, 2, 3},
        {}},
-      {"ack through a position",
-       [](Actors& a) {
-         Put3(a);
-         Take(*a.rank0, 1);
-         Take(*a.rank0, 2);
-       },
-       [](Actors& a) { a.rank0->Ack(0, 3); },
-       {},
-       {1, 2, 3},
-       {1, 2, 3}},
+      Together({"ack through a position",
+                [](Actors& a) {
+                  Put3(a);
+                  Take(*a.rank0, 1);
+                  Take(*a.rank0, 2);
+                },
+                [](Actors& a) { a.rank0->Ack(0, 3); },
+                {},
+                {1, 2, 3},
+                {1, 2, 3}},
+               {1, 2, 3}),
   };
 }
 
