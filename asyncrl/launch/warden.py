@@ -31,7 +31,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHM = "/dev/shm/"
-FIRST_LOOK_S, LAST_LOOK_S = 0.5, 20.0
+FIRST_LOOK_S, LAST_LOOK_S = 0.5, 4.0
 
 
 def prctl(option: int, value: int) -> None:
@@ -136,8 +136,8 @@ class Ward:
 def watch(ward: Ward, wakeup: int) -> set[str]:
     """Return when the command exited, the owner's pipe closed, or SIGTERM came.
 
-    Returns the shared-memory files that the tree was seen to map: looked for ever more rarely, since
-    processes map theirs soon after they start.
+    Returns the shared-memory files that the tree was seen to map: looked for often at first, when
+    processes map theirs, and a few times a minute later.
     """
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)

@@ -82,9 +82,10 @@ def start_run(directory: Path, *overrides: str, config: list[str] | None = None)
     return Run(process, directory, output_file)
 
 
-def shared_memory() -> set[str]:
-    """What is in /dev/shm now."""
-    return set(os.listdir("/dev/shm"))
+def shared_memory(name: str) -> set[str]:
+    """What is in /dev/shm, without what other runs of asyncrl have there."""
+    entries = os.listdir("/dev/shm")
+    return {entry for entry in entries if not entry.startswith("asyncrl-") or f"-{name}-" in entry}
 
 
 def assert_gone(pids: list[int]) -> None:

@@ -39,7 +39,7 @@ def plain(prompt, completion, answer):
     return int(completion == answer)
 
 async def slow_judge(completion):
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.0)
     if completion == "hang":
         time.sleep(1000)
     return 0.5
@@ -138,7 +138,7 @@ async def test_forms(forms: Path, function: str) -> None:
 async def test_coroutines_run_concurrently_and_survive_a_hanging_sibling(forms: Path) -> None:
     start = time.monotonic()
     assert [result.score for result in await run(forms, "slow_judge", *["x"] * 20)] == [0.5] * 20
-    assert time.monotonic() - start < 5, "20 x 0.3 s one after another would take 6 s"
+    assert time.monotonic() - start < 12, "20 x 1 s one after another would take 20 s"
     good, hung = await run(forms, "slow_judge", "x", "hang", timeout_s=1.5)
     assert hung.score is None and "no result within reward.timeout_s = 1.5" in str(hung.error)
     assert good.score == 0.5
