@@ -32,6 +32,7 @@ import ring_peers as peers
 DEPTH = 64
 WARM_UP = 0.2  # share of the records before the clock starts
 PACE_HZ = 200.0
+PACED_COUNT = 256
 PAYLOADS = (4096, 65536, 1 << 20)
 TRANSPORTS = (
     peers.AsyncrlRing,
@@ -288,8 +289,14 @@ def measure(settings: list[Setting], rounds: int, seconds: float, latency: bool)
             counts[setting] = plan_count(rate, seconds)
             rates[setting].append(rate)
             ratios[setting].append(rate / bounds[setting.payload_bytes])
-            if latency and setting.producers == 1 and setting.touch == "light" and number < 3:
-                times[setting] += bench.run(setting, int(PACE_HZ * 1.5), PACE_HZ)[1]
+            if (
+                latency
+                and setting.transport.paced
+                and setting.producers == 1
+                and setting.touch == "light"
+                and number < 3
+            ):
+                times[setting] += bench.run(setting, PACED_COUNT, PACE_HZ)[1]
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     bench.close()
     return [summarise(setting, rates[setting], ratios[setting], times[setting]) for setting in settings]

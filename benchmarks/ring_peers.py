@@ -58,7 +58,7 @@ class Transport:
     name = ""
     needs_ray = False
     inherited = False  # its handle can only be given to a process when that is started
-    max_producers = 2
+    paced = True  # its latency at a slow pace means something
 
     def setup(self, payload_bytes: int, depth: int) -> None: ...
     def connect_producer(self) -> None: ...
@@ -112,6 +112,7 @@ class AsyncrlBatches(AsyncrlRing):
 
     name = "asyncrl, batches of 32"
     batch = 32
+    paced = False
 
     def connect_producer(self) -> None:
         super().connect_producer()

@@ -19,11 +19,7 @@ namespace py = pybind11;
 
 namespace bind {
 
-using ring::ErrorKind;
 using ring::GroupReader;
-using ring::Interrupt;
-using ring::PutRequest;
-using ring::RingError;
 using ring::Session;
 
 void RegisterRecords(py::module_& module) {

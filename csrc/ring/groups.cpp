@@ -76,6 +76,12 @@ void GroupReader::SetGoal(Want want) {
 
 std::optional<Delivery> GroupReader::TryGetLocked(Want want, Session::Locked& locked) {
   CheckMember();
+  if (want.count > session_->geometry().num_slots) {
+    throw RingError(ErrorKind::kTooLarge, "a batch of " + std::to_string(want.count) +
+                                              " records exceeds the " +
+                                              std::to_string(session_->geometry().num_slots) +
+                                              " slots of the ring; create it with more");
+  }
   uint32_t first = NextUndelivered();
   if (first == kNil) {
     if (!Append(want, locked)) return std::nullopt;

@@ -18,17 +18,13 @@ size_t Writer::Claim(std::span<PutRequest> requests, WhenFull when_full, int64_t
     uint32_t sequence;
     {
       Session::Locked locked(session_);
-      size_t claimed = ClaimLocked(requests, when_full, serial);
-      if (claimed == 0 && !waited) {
-        session_.Sweep(locked);  // a dead producer's claim may be all that is missing
-        claimed = ClaimLocked(requests, when_full, serial);
-      }
+      const size_t claimed = ClaimLocked(requests, when_full, serial, locked);
       if (claimed > 0) return claimed;
       // Once it has waited, it goes before later and smaller records.
       if (waited && session_.control().ticket == 0) session_.control().ticket = TicketOf(serial);
       CRASH_POINT("claim.ticket");
       if (NowNs() >= deadline_ns) {
-        if (session_.control().ticket == TicketOf(serial)) session_.control().ticket = 0;
+        ReturnTicket(serial, locked);
         throw RingError(ErrorKind::kTimeout, DescribeFull(session_, requests.front().length));
       }
       sequence = session_.PrepareSleep(point, /*armed=*/false);
@@ -45,19 +41,30 @@ size_t Writer::Claim(std::span<PutRequest> requests, WhenFull when_full, int64_t
 size_t Writer::TryClaim(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial,
                         bool take_ticket) {
   Session::Locked locked(session_);
-  size_t claimed = ClaimLocked(requests, when_full, serial);
-  if (claimed == 0) {
-    session_.Sweep(locked);
-    claimed = ClaimLocked(requests, when_full, serial);
-  }
+  const size_t claimed = ClaimLocked(requests, when_full, serial, locked);
   if (claimed > 0) return claimed;
   if (take_ticket && session_.control().ticket == 0) session_.control().ticket = TicketOf(serial);
   session_.PrepareSleep(session_.region().header().space, /*armed=*/true);
   return 0;
 }
 
-size_t Writer::ClaimLocked(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial) {
+// Claims what fits now; 0 when nothing does, also not after taking back what the dead hold.
+size_t Writer::ClaimLocked(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial,
+                           Session::Locked& locked) {
   CheckOpen();
+  size_t claimed = ClaimPrefix(requests, when_full, serial);
+  if (claimed == 0) {
+    session_.Sweep(locked);
+    claimed = ClaimPrefix(requests, when_full, serial);
+  }
+  if (claimed > 0) ReturnTicket(serial, locked);
+  if (claimed == 0 && when_full == WhenFull::kFail) {
+    throw RingError(ErrorKind::kFull, DescribeFull(session_, requests.front().length));
+  }
+  return claimed;
+}
+
+size_t Writer::ClaimPrefix(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial) {
   size_t claimed = 0;
   try {
     while (claimed < requests.size() && ClaimOne(requests[claimed], when_full, serial)) ++claimed;
@@ -67,11 +74,6 @@ size_t Writer::ClaimLocked(std::span<PutRequest> requests, WhenFull when_full, u
       request.slot = kNil;
     }
     throw;
-  }
-  Control& control = session_.control();
-  if (claimed > 0 && control.ticket == TicketOf(serial)) control.ticket = 0;
-  if (claimed == 0 && when_full == WhenFull::kFail) {
-    throw RingError(ErrorKind::kFull, DescribeFull(session_, requests.front().length));
   }
   return claimed;
 }
@@ -185,9 +187,13 @@ void Writer::Abandon(std::span<PutRequest> requests) {
 
 void Writer::DropTicket(uint32_t serial) {
   Session::Locked locked(session_);
+  ReturnTicket(serial, locked);
+}
+
+void Writer::ReturnTicket(uint32_t serial, Session::Locked& locked) {
   if (session_.control().ticket != TicketOf(serial)) return;
   session_.control().ticket = 0;
-  locked.WakeSpaceSleepers();
+  locked.WakeSpaceSleepers();  // those behind it may go
 }
 
 void Writer::CheckSize(const PutRequest& request) const {

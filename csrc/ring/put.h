@@ -62,7 +62,10 @@ class Writer {
   void DropTicket(uint32_t serial);
 
  private:
-  size_t ClaimLocked(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial);
+  size_t ClaimLocked(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial,
+                     Session::Locked& locked);
+  size_t ClaimPrefix(std::span<PutRequest> requests, WhenFull when_full, uint32_t serial);
+  void ReturnTicket(uint32_t serial, Session::Locked& locked);
   bool ClaimOne(PutRequest& request, WhenFull when_full, uint32_t serial);
   void CheckSize(const PutRequest& request) const;
   void CheckFresh(const PutRequest& request);

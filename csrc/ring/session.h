@@ -90,7 +90,6 @@ class Session : public std::enable_shared_from_this<Session> {
   uint32_t self() const { return self_; }
   uint32_t NextSerial();
   void set_lock_timeout(int64_t timeout_ns) { lock_timeout_ns_ = timeout_ns; }
-  std::mutex& mutex() { return mutex_; }
 
  private:
   void Register(Role role, const std::string& name);

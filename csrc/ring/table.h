@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <string>
 
 #include "ring/layout.h"
 #include "ring/region.h"

@@ -272,6 +272,11 @@ def test_a_record_too_large(path: Path, producer: Ring) -> None:
         producer.put(make_sample(1, num_tokens=3000), timeout=1)
 
 
+def test_a_batch_too_large(path: Path) -> None:
+    with pytest.raises(RecordTooLarge, match="a batch of 17 records exceeds the 16 slots"):
+        reader(path).group("dp0").get_batch(17, timeout=60)
+
+
 def test_wrong_fields_are_named(producer: Ring) -> None:
     sample = make_sample(1)
     object.__setattr__(sample, "token_ids", sample.token_ids.astype(np.int64))
@@ -321,14 +326,14 @@ def test_a_waiting_reader_is_woken(path: Path, producer: Ring) -> None:
 
 async def test_asyncio_waits_without_threads(path: Path, producer: Ring) -> None:
     group = reader(path).group("dp0", ack="release")
-    waiting = asyncio.create_task(group.aget_batch(17, timeout=20))
+    waiting = asyncio.create_task(group.aget_batch(16, timeout=20))
     await asyncio.sleep(0.05)
     threads = threading.active_count()
+    waiting.cancel()
     producer.put_many([make_sample(i) for i in range(16)], timeout=1)
     blocked = [asyncio.create_task(producer.aput(make_sample(16 + i), timeout=20)) for i in range(3)]
     await asyncio.sleep(0.05)
     assert threading.active_count() == threads
-    waiting.cancel()
     with await group.aget_batch(8, timeout=20) as batch:
         assert len(batch) == 8
     assert await asyncio.gather(*blocked) == [True, True, True]

@@ -67,5 +67,5 @@ def test_damage_in_the_middle_is_an_error(ring: Ring, tmp_path: Path) -> None:
     frame = encode(Spilled(make_sample(7), 3, ("p", 9)))
     damaged = frame[:40] + bytes([frame[40] ^ 1]) + frame[41:]
     (tmp_path / "spill").write_bytes(damaged + frame)
-    with pytest.raises(RingCorrupt, match="the frame at byte 0 is damaged"):
+    with pytest.raises(RingCorrupt, match="frame at byte 0 is damaged"):
         SpillingProducer(ring, tmp_path / "spill")
