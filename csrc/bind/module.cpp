@@ -1,4 +1,5 @@
-// The Python extension `asyncrl._C`: one register function per area, declared here and nowhere else.
+// The Python extension `asyncrl._C`: one register function per area, declared here and nowhere
+// else.
 #include <pybind11/pybind11.h>
 
 namespace asyncrl {
