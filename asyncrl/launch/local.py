@@ -12,6 +12,7 @@ failure is shown; exit code 1).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -67,6 +68,7 @@ class LocalRun:
         self._control: ControlClient | None = None
         self._watched: set[int] = set()
         self._interrupts = 0
+        self._starting = False
         self._actors: list[object] = []
         self.last_state = RunState()
 
@@ -80,13 +82,20 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._interrupt)
         try:
+            self._starting = True
             self._start()
+            self._starting = False
         except (RayError, ray.exceptions.RayError) as error:
+            if self._interrupts:  # Ray reports the signal's exception as a failure of its own
+                raise RunStopped("stopped by a signal before training began") from error
             self._fail_with_death(f"start-up: {error}")
         return self._supervise()
 
     def _interrupt(self, *_: object) -> None:
         self._interrupts += 1
+        if self._starting:  # nothing to save yet: do not wait for whatever is being waited for
+            self._starting = False
+            raise RunStopped("stopped by a signal before training began")
 
     def _start(self) -> None:
         config = self._config
@@ -184,10 +193,11 @@ class LocalRun:
         self._on_phase("stopping: the trainer saves")
         deadline = time.monotonic() + STOP_GRACE_S
         if self._control is not None and self._trainer is not None:
-            self._control.post("stop", timeout_s=2.0)
-            while self._interrupts < 2 and not self._trainer.wait(0.05) and time.monotonic() < deadline:
-                continue
-            self.last_state = self._control.state()
+            with contextlib.suppress(ControlError):  # a coordinator that is gone has nothing to stop
+                self._control.post("stop", timeout_s=2.0)
+                while self._interrupts < 2 and not self._trainer.wait(0.05) and time.monotonic() < deadline:
+                    continue
+                self.last_state = self._control.state()
         raise RunStopped("stopped by a signal")
 
     def _watch(self, process: Watched) -> None:

@@ -54,7 +54,18 @@ def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
         remove=[session],
     )
     head = RayHead(child, f"{NODE_ADDRESS}:{port}")
-    _wait_for_port(head, port, timeout_s)
+    connected = False
+    try:
+        _wait_for_port(head, port, timeout_s)
+        _connect(head)
+        connected = True
+    finally:
+        if not connected:
+            child.end(5.0)
+    return head
+
+
+def _connect(head: RayHead) -> None:
     try:
         ray.init(
             address=head.address,
@@ -64,9 +75,7 @@ def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
             _node_ip_address=NODE_ADDRESS,
         )
     except ConnectionError as error:
-        child.end(5.0)
-        raise RayError(f"ray at {head.address} does not answer ({error}); see {log}") from error
-    return head
+        raise RayError(f"ray at {head.address} does not answer ({error}); see {head.child.log}") from error
 
 
 def _wait_for_port(head: RayHead, port: int, timeout_s: float) -> None:
@@ -78,7 +87,6 @@ def _wait_for_port(head: RayHead, port: int, timeout_s: float) -> None:
         time.sleep(0.1)
     code = head.child.exit_code()
     what = f"ended with status {code}" if code is not None else f"did not answer within {timeout_s:.0f} s"
-    head.child.end(5.0)
     raise RayError(f"ray {what}; see {head.child.log}")
 
 

@@ -124,6 +124,20 @@ def assert_trained_once(run: Run, num_steps: int) -> None:
             assert seen.setdefault(record["group_id"], step) == step
 
 
+def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
+    before = shared_memory("early")
+    run = start_run(tmp_path / "early", "weights.verify=false")
+    run.wait_until(lambda: len(run.processes()) >= 4, START_S)
+    pids = run.processes()
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(15) == 0, run.output
+    assert time.monotonic() - asked < 10
+    assert_gone(pids)
+    assert shared_memory("early") - before == set()
+    assert run.output.strip().splitlines()[-1].startswith("resume: asyncrl run ")
+
+
 @pytest.mark.parametrize(
     ("victim", "name", "report"),
     [
