@@ -15,10 +15,11 @@ from asyncrl.config import Config, ConfigError, RewardConfig, load_config
 from asyncrl.data.rows import DataError
 from asyncrl.observe.rundir import RunDirError
 from asyncrl.rewards.base import RewardError
+from asyncrl.ring.errors import RingError
 from asyncrl.types import Prompt
 from asyncrl.weights.geometry import ModelError
 
-WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunDirError)
+WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RingError, RunDirError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,8 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(command=_doctor)
 
-    ring = commands.add_parser("ring", help="look inside a live ring of samples")
+    ring = commands.add_parser("ring", help="look inside a live ring of samples, mend it, or clear it away")
     ring.add_argument("path", type=Path, help="a ring directory, for example /dev/shm/asyncrl-NAME/replica-0")
+    action = ring.add_mutually_exclusive_group()
+    action.add_argument("--repair", action="store_true", help="rebuild the tables from the slots")
+    action.add_argument("--clear", action="store_true", help="remove a ring that no process has open")
     ring.set_defaults(command=_ring)
     return parser
 
@@ -149,9 +153,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _ring(options: argparse.Namespace) -> int:
-    from asyncrl.ring.inspect import describe_ring
+    from asyncrl.ring.inspect import clear, describe_ring, repair
 
-    print(describe_ring(options.path))
+    if options.clear:
+        clear(options.path)
+        return 0
+    for line in repair(options.path) if options.repair else [describe_ring(options.path)]:
+        print(line)
     return 0
 
 
