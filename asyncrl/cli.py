@@ -15,11 +15,10 @@ from asyncrl.config import Config, ConfigError, RewardConfig, load_config
 from asyncrl.data.rows import DataError
 from asyncrl.observe.rundir import RunDirError
 from asyncrl.rewards.base import RewardError
-from asyncrl.ring.errors import RingError
 from asyncrl.types import Prompt
 from asyncrl.weights.geometry import ModelError
 
-WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RingError, RunDirError)
+WRONG_INPUT = (ConfigError, DataError, ModelError, RewardError, RunDirError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,13 +152,18 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _ring(options: argparse.Namespace) -> int:
+    from asyncrl.ring.errors import RingError
     from asyncrl.ring.inspect import clear, describe_ring, repair
 
-    if options.clear:
-        clear(options.path)
-        return 0
-    for line in repair(options.path) if options.repair else [describe_ring(options.path)]:
-        print(line)
+    try:
+        if options.clear:
+            clear(options.path)
+            return 0
+        for line in repair(options.path) if options.repair else [describe_ring(options.path)]:
+            print(line)
+    except RingError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
