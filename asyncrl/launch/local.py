@@ -102,7 +102,7 @@ class LocalRun:
         self._on_phase("starting Ray")
         cpus = len(os.sched_getaffinity(0))
         self._ray = start_ray(self._log_dir / "ray.log", cpus, RAY_START_TIMEOUT_S)
-        self._watch_ray_daemons(self._ray)
+        self._watch_ray(self._ray)
         self._check()
         self._on_phase("starting the coordinator")
         token = secrets.token_hex(16)
@@ -117,7 +117,6 @@ class LocalRun:
         self._check()
         self._on_phase("starting engines and trainer")
         self._trainer = self._start_trainer(address)
-        self._watch(Watched("trainer launcher", self._trainer.pid, self._trainer.log))
         for engine_idx in range(config.engine.replicas):
             log = str(self._log_dir / f"engine-{engine_idx}.log")
             engine = EngineActor.remote(config_json, engine_idx, url, token, log)  # type: ignore[attr-defined]
@@ -154,6 +153,8 @@ class LocalRun:
         control = self._require_control()
         revision = -1
         while True:
+            if self._trainer is not None:
+                self._watch_command(self._trainer, "torchrun")
             self._check()
             try:
                 state = control.state(after=revision, wait_s=POLL_S)
@@ -205,12 +206,19 @@ class LocalRun:
             self._watched.add(process.pid)
             self._watcher.add(process)
 
-    def _watch_ray_daemons(self, head: RayHead) -> None:
+    def _watch_ray(self, head: RayHead) -> None:
+        self._watch_command(head.child, "ray head")
         for pid in descendants(head.child.pid):
             executable = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
             name = executable.rpartition("/")[2]
             if name in RAY_DAEMONS:
                 self._watch(Watched(f"ray {name}", pid, head.child.log))
+
+    def _watch_command(self, child: Child, name: str) -> None:
+        """The command of a warden, and the warden, which dies after it."""
+        if child.pid not in self._watched and (below := descendants(child.pid)):
+            self._watch(Watched(name, below[0], child.log))
+            self._watch(Watched(f"warden of {name}", child.pid, child.log))
 
     def _require_control(self) -> ControlClient:
         if self._control is None:
