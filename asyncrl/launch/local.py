@@ -234,7 +234,7 @@ class LocalRun:
         if ray.is_initialized():
             ray.shutdown()
         for child in children:
-            child.end(timeout_s=4.0)
+            child.end(timeout_s=20.0)  # on a starved machine; otherwise two seconds
         self._watcher.close()
         shutil.rmtree(self._ring_dir, ignore_errors=True)
 
