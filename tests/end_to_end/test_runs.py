@@ -87,7 +87,7 @@ def test_a_run_leaves_what_people_look_for(finished: Run, capsys: pytest.Capture
 def test_a_name_in_use_is_refused(finished: Run, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", str(ROOT / "examples/tiny.toml"), f"name={finished.directory.name}"]
     assert main([*arguments, f"runs_dir={finished.directory.parent}"]) == 2
-    assert "in use" in capsys.readouterr().err
+    assert "is not overwritten" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path) -> None:
