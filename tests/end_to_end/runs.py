@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.warden import descendants
+from asyncrl.launch.warden import descendants, mapped_shm_files
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["examples/tiny.toml"]
@@ -82,10 +82,11 @@ def start_run(directory: Path, *overrides: str, config: list[str] | None = None)
     return Run(process, directory, output_file)
 
 
-def shared_memory(name: str) -> set[str]:
-    """What is in /dev/shm, without what other runs of asyncrl have there."""
-    entries = os.listdir("/dev/shm")
-    return {entry for entry in entries if not entry.startswith("asyncrl-") or f"-{name}-" in entry}
+def shared_memory() -> set[str]:
+    """What is in /dev/shm and not in use by any living process."""
+    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    used = {Path(path).relative_to("/dev/shm").parts[0] for path in mapped_shm_files(everybody)}
+    return set(os.listdir("/dev/shm")) - used
 
 
 def assert_gone(pids: list[int]) -> None:

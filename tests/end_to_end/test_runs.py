@@ -23,13 +23,13 @@ START_S = 300.0
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of TP2 ranks to its end."""
-    before = shared_memory("tp2")
+    before = shared_memory()
     run = start_run(
         tmp_path_factory.mktemp("runs") / "tp2", "parallel.tp=2", "train.steps=4", "eval.num_tasks=8"
     )
     code = run.wait(START_S)
     assert code == 0, run.output
-    assert shared_memory("tp2") - before == set()
+    assert shared_memory() - before == set()
     return run
 
 
@@ -91,7 +91,7 @@ def test_a_name_in_use_is_refused(finished: Run, capsys: pytest.CaptureFixture[s
 
 
 def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    before = shared_memory("stopped")
+    before = shared_memory()
     run = start_run(tmp_path / "stopped", "train.steps=500", "checkpoint.every=1", "weights.verify=false")
     run.wait_until(lambda: len(run.steps()) >= 3, START_S)
     pids = run.processes()
@@ -100,7 +100,7 @@ def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path
     assert run.wait(15) == 0, run.output
     assert time.monotonic() - asked < 10
     assert_gone(pids)
-    assert shared_memory("stopped") - before == set()
+    assert shared_memory() - before == set()
     resume = run.output.strip().splitlines()[-1]
     assert resume.startswith("resume: asyncrl run ")
     done = max(run.steps())
@@ -125,7 +125,7 @@ def assert_trained_once(run: Run, num_steps: int) -> None:
 
 
 def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
-    before = shared_memory("early")
+    before = shared_memory()
     run = start_run(tmp_path / "early", "weights.verify=false")
     run.wait_until(lambda: len(run.processes()) >= 4, START_S)
     pids = run.processes()
@@ -134,7 +134,7 @@ def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
     assert run.wait(15) == 0, run.output
     assert time.monotonic() - asked < 10
     assert_gone(pids)
-    assert shared_memory("early") - before == set()
+    assert shared_memory() - before == set()
     assert run.output.strip().splitlines()[-1].startswith("resume: asyncrl run ")
 
 
@@ -148,7 +148,7 @@ def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
 def test_a_killed_process_is_named_with_its_cause(
     tmp_path: Path, victim: str, name: str, report: str
 ) -> None:
-    before = shared_memory(f"killed-{victim}")
+    before = shared_memory()
     run = start_run(tmp_path / f"killed-{victim}", "train.steps=500", "weights.verify=false")
     run.wait_until(lambda: len(run.steps()) >= 1, START_S)
     pids = run.processes()
@@ -157,4 +157,4 @@ def test_a_killed_process_is_named_with_its_cause(
     assert re.search(rf"{report}.* died first: killed by SIGKILL", run.output), run.output
     assert "the end of" in run.output
     assert_gone(pids)
-    assert shared_memory(f"killed-{victim}") - before == set()
+    assert shared_memory() - before == set()
