@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 ENV_STAMP := $(VENV)/.stamp-env
 BUILD_STAMP := $(VENV)/.stamp-build
+TESTS ?= tests
 MODEL := models/SmolLM2-135M-Instruct
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -42,7 +43,7 @@ demo: $(BUILD_STAMP) $(MODEL)/config.json
 	@$(BIN)/asyncrl run examples/demo.toml name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(BUILD_STAMP)
-	$(RANK_ENV) $(BIN)/python -m pytest tests
+	$(RANK_ENV) $(BIN)/python -m pytest $(TESTS)
 
 lint: $(BUILD_STAMP)
 	$(BIN)/ruff check asyncrl megatron_ext tests benchmarks setup.py

@@ -128,22 +128,25 @@ class EngineActor:
             timeout_s=config.engine.start_timeout_s,
         )
         await engine.close()
-        for pid in descendants(self._child.pid):
-            label = _process_label(pid)
-            if label is not None:
-                await self._control.post(
-                    "processes", ProcessInfo(name=f"{name} {label}", pid=pid, log=str(self._log))
-                )
+        for pid, label in _labelled(descendants(self._child.pid)):
+            info_of = ProcessInfo(name=f"{name} {label}", pid=pid, log=str(self._log))
+            await self._control.post("processes", info_of)
         await self._control.post("engines", info)
 
 
-def _process_label(pid: int) -> str | None:
-    """What a process of the engine is; None for helpers whose end means nothing."""
-    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    if "resource_tracker" in command or not command.strip():
-        return None
-    words = command.split()
-    return words[0].removeprefix("sglang::") if words[0].startswith("sglang::") else "server"
+def _labelled(pids: list[int]) -> list[tuple[int, str]]:
+    """The processes of an engine whose end ends it, each with a name of its own."""
+    labelled: list[tuple[int, str]] = []
+    for pid in sorted(pids):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if "resource_tracker" in command or not command.strip():
+            continue  # a helper whose end means nothing
+        title = command.split()[0]
+        if title.startswith("sglang::"):
+            labelled.append((pid, title.removeprefix("sglang::")))
+        else:  # the server comes first; processes that could not set their title are numbered
+            labelled.append((pid, f"process {len(labelled)}" if labelled else "server"))
+    return labelled
 
 
 @ray.remote(num_cpus=0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ class Run:
             if name in command and "launch.warden" not in command:
                 return pid
         raise AssertionError(f"no process {name!r} below {self.process.pid}")
+
+
+@contextlib.contextmanager
+def started(directory: Path, *overrides: str) -> Iterator[Run]:
+    """`start_run`, ended whatever the test does."""
+    run = start_run(directory, *overrides)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGINT)
+            run.process.wait(timeout=60)
 
 
 def start_run(directory: Path, *overrides: str, config: list[str] | None = None) -> Run:

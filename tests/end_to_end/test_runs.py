@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.observe.metrics import KEYS
-from tests.end_to_end.runs import ROOT, Run, assert_gone, shared_memory, start_run
+from tests.end_to_end.runs import ROOT, Run, assert_gone, shared_memory, start_run, started
 
 START_S = 300.0
 
@@ -149,11 +149,11 @@ def test_a_killed_process_is_named_with_its_cause(
     tmp_path: Path, victim: str, name: str, report: str
 ) -> None:
     before = shared_memory()
-    run = start_run(tmp_path / f"killed-{victim}", "train.steps=500", "weights.verify=false")
-    run.wait_until(lambda: len(run.steps()) >= 1, START_S)
-    pids = run.processes()
-    os.kill(run.pid_of(name), signal.SIGKILL)
-    assert run.wait(30) == 1
+    with started(tmp_path / f"killed-{victim}", "train.steps=500", "weights.verify=false") as run:
+        run.wait_until(lambda: len(run.steps()) >= 1, START_S)
+        pids = run.processes()
+        os.kill(run.pid_of(name), signal.SIGKILL)
+        assert run.wait(30) == 1
     assert re.search(rf"{report}.* died first: killed by SIGKILL", run.output), run.output
     assert "the end of" in run.output
     assert_gone(pids)
