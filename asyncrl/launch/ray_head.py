@@ -6,6 +6,7 @@ network. The session directory is short (unix socket paths end at 107 bytes) and
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from asyncrl.launch.child import Child
 
 NODE_ADDRESS = "127.0.0.2"
 NAMESPACE = "asyncrl"
+ATTEMPTS = 3
+PORTS = (20000, 32000)
 OBJECT_STORE_BYTES = 80_000_000  # actors exchange short JSON strings only
 
 
@@ -35,11 +38,22 @@ class RayHead:
 def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
     """Start a head node under a warden and connect this process to it as the driver.
 
-    `asyncrl.launch.ray_token.protect_ray` comes before, and before Ray is imported.
+    `asyncrl.launch.ray_token.protect_ray` comes before, and before Ray is imported. A port that was free may
+    be taken before Ray binds it: then the whole start is tried again.
 
     Raises:
-        RayError: it ended or did not answer within ``timeout_s`` seconds.
+        RayError: it ended or did not answer within ``timeout_s`` seconds, each time.
     """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return _start_once(log, num_cpus, timeout_s)
+        except RayError:
+            if attempt == ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _start_once(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
     port, client_port = _free_ports(2)
     session = Path(tempfile.mkdtemp(prefix="arl-"))
     child = Child(
@@ -91,10 +105,16 @@ def _wait_for_port(head: RayHead, port: int, timeout_s: float) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct free ports; held together while they are picked."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind((NODE_ADDRESS, 0))
+    """Distinct ports that are free on every address, below those that the kernel hands out by itself."""
+    probes: list[socket.socket] = []
+    while len(probes) < count:
+        probe = socket.socket()
+        try:
+            probe.bind(("", random.SystemRandom().randrange(*PORTS)))
+        except OSError:  # taken: draw another
+            probe.close()
+            continue
+        probes.append(probe)
     ports = [int(probe.getsockname()[1]) for probe in probes]
     for probe in probes:
         probe.close()
