@@ -141,7 +141,7 @@ def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("victim", "name", "report"),
     [
-        ("asyncrl.train", "asyncrl.train", "trainer rank"),
+        ("rank", "-u -m asyncrl.train", "trainer rank"),
         ("scheduler", "sglang::scheduler", "engine-0 scheduler"),
     ],
 )
