@@ -1,6 +1,6 @@
 """Build `asyncrl._C` with CMake and Ninja; CMakeLists.txt is the only list of sources and flags.
 
-Run by `pip install -e . --no-build-isolation` (which `make env` does) or `python setup.py build_ext --inplace`.
+Run by `pip install -e . --no-build-isolation` (`make env`) or `python setup.py build_ext --inplace`.
 """
 
 from __future__ import annotations
