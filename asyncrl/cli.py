@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     protect_ray()
     from asyncrl.launch.session import run_command
 
-    return run_command(config, options.config)
+    return run_command(config)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 import uuid
-from pathlib import Path
 
 from rich.console import Console
 
@@ -85,7 +84,7 @@ class Session:
         return summary
 
 
-def run_command(config: Config, config_path: Path) -> int:
+def run_command(config: Config) -> int:
     """Run a configuration to its end; returns the exit code."""
     problems = preflight(config)
     if problems:
@@ -118,7 +117,7 @@ def run_command(config: Config, config_path: Path) -> int:
         summary = session.finish(state)
     if code == 0 and not message:
         events.write("finished", message="")
-    return _report_end(run, config_path, config, summary, code, message)
+    return _report_end(run, summary, code, message)
 
 
 def _run_directory(config: Config) -> RunDir:
@@ -127,9 +126,7 @@ def _run_directory(config: Config) -> RunDir:
     return create_run(config.run_dir)
 
 
-def _report_end(
-    run: RunDir, config_path: Path, config: Config, summary: Summary, code: int, message: str
-) -> int:
+def _report_end(run: RunDir, summary: Summary, code: int, message: str) -> int:
     if code:
         print(f"asyncrl: {message}", file=sys.stderr)
         return code
@@ -137,5 +134,5 @@ def _report_end(
         print(f"held-out accuracy: {summary.heldout_before:.3f} -> {summary.heldout_after:.3f}")
     print(f"report: {run.report}")
     if message == "stopped":
-        print(f"resume: asyncrl run {config_path} name={config.name} checkpoint.resume=auto")
+        print(f"resume: asyncrl run {run.config} checkpoint.resume=auto")
     return code

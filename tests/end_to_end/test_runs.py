@@ -104,8 +104,8 @@ def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path
     resume = run.output.strip().splitlines()[-1]
     assert resume.startswith("resume: asyncrl run ")
     done = max(run.steps())
-    arguments = shlex.split(resume.removeprefix("resume: asyncrl run "))[1:]
-    again = start_run(tmp_path / "stopped", f"train.steps={done + 3}", "weights.verify=false", *arguments[1:])
+    config, *overrides = shlex.split(resume.removeprefix("resume: asyncrl run "))
+    again = start_run(tmp_path / "stopped", *overrides, f"train.steps={done + 3}", config=[config])
     assert again.wait(START_S) == 0, again.output
     steps = again.steps()
     assert steps == sorted(steps) and set(steps) == set(range(1, done + 4))
