@@ -81,28 +81,40 @@ class LocalRun:
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._interrupt)
+        signal.signal(signal.SIGALRM, self._leave_start)
         try:
             self._starting = True
-            self._start()
-            self._starting = False
+            try:
+                self._start()
+            finally:
+                self._starting = False
+        except KeyboardInterrupt as error:
+            raise RunStopped("stopped by a signal before training began") from error
         except (RayError, ray.exceptions.RayError) as error:
-            if self._interrupts:  # Ray reports the signal's exception as a failure of its own
+            if self._interrupts:  # Ray reports the interruption as a failure of its own
                 raise RunStopped("stopped by a signal before training began") from error
             self._fail_with_death(f"start-up: {error}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         return self._supervise()
 
     def _interrupt(self, *_: object) -> None:
         self._interrupts += 1
-        if self._starting:  # nothing to save yet: do not wait for whatever is being waited for
-            self._starting = False
-            raise RunStopped("stopped by a signal before training began")
+        if self._starting:
+            # Again until it is heard: what is raised inside Ray's callbacks and retries may be lost there.
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 0.5)
+
+    def _leave_start(self, *_: object) -> None:
+        """Nothing is there to save yet: do not wait for whatever is being waited for."""
+        if self._starting:
+            raise KeyboardInterrupt
 
     def _start(self) -> None:
         config = self._config
         self._on_phase("starting Ray")
         cpus = len(os.sched_getaffinity(0))
-        self._ray = start_ray(self._log_dir / "ray.log", cpus, RAY_START_TIMEOUT_S)
-        self._watch_ray(self._ray)
+        head = start_ray(self._log_dir / "ray.log", cpus, RAY_START_TIMEOUT_S, self._remember_ray)
+        self._watch_ray(head)
         self._check()
         self._on_phase("starting the coordinator")
         token = secrets.token_hex(16)
@@ -124,6 +136,9 @@ class LocalRun:
         log = str(self._log_dir / "rollouter.log")
         rollouter = RolloutActor.remote(config_json, url, token, log)  # type: ignore[attr-defined]
         self._actors += [rollouter, rollouter.run.remote()]
+
+    def _remember_ray(self, head: RayHead) -> None:
+        self._ray = head
 
     def _start_trainer(self, address: ControlAddress) -> Child:
         world_size = self._config.parallel.world_size
@@ -191,6 +206,8 @@ class LocalRun:
     def _save_and_stop(self) -> None:
         """Let the trainer save at its next step; do not wait longer than the grace."""
         self._watcher.expect_ends()
+        if self.last_state.phase is Phase.STARTING:
+            raise RunStopped("stopped by a signal before training began")
         self._on_phase("stopping: the trainer saves")
         deadline = time.monotonic() + STOP_GRACE_S
         if self._control is not None and self._trainer is not None:

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,28 +33,39 @@ class RayError(RuntimeError):
 @dataclass(frozen=True)
 class RayHead:
     child: Child
-    address: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"{NODE_ADDRESS}:{self.port}"
 
 
-def start_ray(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
+def start_ray(log: Path, num_cpus: int, timeout_s: float, on_spawn: Callable[[RayHead], None]) -> RayHead:
     """Start a head node under a warden and connect this process to it as the driver.
 
     `asyncrl.launch.ray_token.protect_ray` comes before, and before Ray is imported. A port that was free may
-    be taken before Ray binds it: then the whole start is tried again.
+    be taken before Ray binds it: then the whole start is tried again. ``on_spawn`` is told of every head node
+    before it is waited for, so that whoever interrupts the wait can end it.
 
     Raises:
         RayError: it ended or did not answer within ``timeout_s`` seconds, each time.
     """
     for attempt in range(1, ATTEMPTS + 1):
+        head = _spawn(log, num_cpus)
+        on_spawn(head)
         try:
-            return _start_once(log, num_cpus, timeout_s)
+            _wait_for_port(head, timeout_s)
+            _connect(head)
         except RayError:
+            head.child.end(5.0)
             if attempt == ATTEMPTS:
                 raise
+        else:
+            return head
     raise AssertionError("unreachable")
 
 
-def _start_once(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
+def _spawn(log: Path, num_cpus: int) -> RayHead:
     port, client_port = _free_ports(2)
     session = Path(tempfile.mkdtemp(prefix="arl-"))
     child = Child(
@@ -67,16 +79,7 @@ def _start_once(log: Path, num_cpus: int, timeout_s: float) -> RayHead:
         grace_s=1.5,
         remove=[session],
     )
-    head = RayHead(child, f"{NODE_ADDRESS}:{port}")
-    connected = False
-    try:
-        _wait_for_port(head, port, timeout_s)
-        _connect(head)
-        connected = True
-    finally:
-        if not connected:
-            child.end(5.0)
-    return head
+    return RayHead(child, port)
 
 
 def _connect(head: RayHead) -> None:
@@ -92,11 +95,11 @@ def _connect(head: RayHead) -> None:
         raise RayError(f"ray at {head.address} does not answer ({error}); see {head.child.log}") from error
 
 
-def _wait_for_port(head: RayHead, port: int, timeout_s: float) -> None:
+def _wait_for_port(head: RayHead, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while head.child.exit_code() is None and time.monotonic() < deadline:
         with socket.socket() as probe:
-            if probe.connect_ex((NODE_ADDRESS, port)) == 0:
+            if probe.connect_ex((NODE_ADDRESS, head.port)) == 0:
                 return
         time.sleep(0.1)
     code = head.child.exit_code()

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,10 +125,18 @@ def assert_trained_once(run: Run, num_steps: int) -> None:
             assert seen.setdefault(record["group_id"], step) == step
 
 
-def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reached",
+    [
+        lambda run: len(run.processes()) >= 4,  # the launcher waits inside Ray
+        lambda run: "starting engines and trainer" in run.output,
+    ],
+    ids=["ray", "engines"],
+)
+def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path, reached: Callable[[Run], bool]) -> None:
     before = shared_memory()
     run = start_run(tmp_path / "early", "weights.verify=false")
-    run.wait_until(lambda: len(run.processes()) >= 4, START_S)
+    run.wait_until(lambda: reached(run), START_S)
     pids = run.processes()
     asked = time.monotonic()
     run.process.send_signal(signal.SIGINT)

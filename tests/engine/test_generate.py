@@ -50,14 +50,14 @@ async def test_prompt_logprobs_equal_the_reference(
 
 
 async def test_abort_and_resume_from_the_prefix_equal_no_cut(engine: SGLangEngine) -> None:
-    uncut = await engine.generate(greedy(150), TIMEOUT_S)
+    uncut = await engine.generate(greedy(500), TIMEOUT_S)
     tokens: tuple[int, ...] = ()
     num_cuts = 0
     while len(tokens) < len(uncut.token_ids):
-        request = greedy(150 - len(tokens), PROMPT + tokens)
+        request = greedy(500 - len(tokens), PROMPT + tokens)
         task = await start(engine, request)
         if num_cuts < 3:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             await engine.abort(request.rid)
         generation = await task
         num_cuts += generation.finish == INTERRUPTED
@@ -78,7 +78,7 @@ async def test_stop_token_ends_and_is_kept(engine: SGLangEngine) -> None:
 
 
 async def test_pause_abort_is_quick_and_keeps_tokens(engine: SGLangEngine) -> None:
-    tasks = [await start(engine, greedy(400)) for _ in range(3)]
+    tasks = [await start(engine, greedy(1500)) for _ in range(3)]
     await asyncio.sleep(0.5)
     started = time.monotonic()
     await engine.pause("abort")
@@ -101,7 +101,7 @@ async def test_abort_during_a_pause_ends_a_held_request_without_tokens(engine: S
 
 
 async def test_abort_of_one_leaves_the_other(engine: SGLangEngine) -> None:
-    first, second = greedy(300), greedy(20)
+    first, second = greedy(1500), greedy(20)
     tasks = [await start(engine, first), await start(engine, second)]
     await engine.abort(first.rid)
     aborted, finished = await asyncio.gather(*tasks)

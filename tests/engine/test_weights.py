@@ -100,7 +100,7 @@ async def test_retract_across_an_update_attests_every_token(
 ) -> None:
     publisher, _ = trainer
     endpoint = await connect(engine, publisher)
-    requests = [GenerateRequest(new_rid(), (*PROMPT, token), 120) for token in (1, 2, 3)]
+    requests = [GenerateRequest(new_rid(), (*PROMPT, token), 400) for token in (1, 2, 3)]
     tasks = [await start(engine, request) for request in requests]
     await asyncio.sleep(0.3)
     await engine.pause("retract")
