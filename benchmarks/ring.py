@@ -12,49 +12,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import multiprocessing
 import statistics
 import sys
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import ring_peers as peers
+from ring_runs import Bench, Setting, copy_bound
+from ring_transports import AsyncrlBatches, AsyncrlRing
 
-DEPTH = 64
-WARM_UP = 0.2  # share of the records before the clock starts
 PACE_HZ = 200.0
 PACED_COUNT = 256
+PACED_ROUNDS = 2
 PAYLOADS = (4096, 65536, 1 << 20)
 TRANSPORTS = (
-    peers.AsyncrlRing,
-    peers.AsyncrlBatches,
+    AsyncrlRing,
+    AsyncrlBatches,
     peers.Iceoryx2,
     peers.ZmqPickle5,
     peers.ZmqMsgpack,
     peers.MpQueue,
     peers.TorchQueue,
+    peers.VllmMessageQueue,
     peers.RayDeque,
     peers.RayQueue,
 )
-QUICK_TRANSPORTS = TRANSPORTS[:4] + (peers.MpQueue, peers.RayDeque)
-
-
-@dataclass(frozen=True)
-class Setting:
-    transport: type[peers.Transport]
-    payload_bytes: int
-    producers: int = 1
-    readers: int = 1
-    touch: str = "light"
+QUICK_TRANSPORTS = (*TRANSPORTS[:4], peers.MpQueue, peers.RayDeque)
+QUICK_FULL_READ = TRANSPORTS[:4]
 
 
 @dataclass(frozen=True)
@@ -73,205 +62,24 @@ class Row:
     runs: int
 
 
-# ---- The processes at the other end ------------------------------------------------------------------
-
-
-def produce(transport: peers.Transport, pipe: Connection, payload: int, count: int, hz: float) -> None:
-    transport.connect_producer()
-    sample = peers.make_sample(payload)
-    pipe.send("ready")
-    pipe.recv()
-    start = time.perf_counter()
-    for seq in range(count):
-        if hz and (pause := start + seq / hz - time.perf_counter()) > 0:
-            time.sleep(pause)
-        transport.put(replace_meta(sample, seq, time.perf_counter_ns()))
-    transport.flush()
-    pipe.recv()
-
-
-def replace_meta(sample: Any, seq: int, now_ns: int) -> Any:
-    object.__setattr__(sample, "group_id", seq)
-    object.__setattr__(sample, "reward", float(now_ns))
-    return sample
-
-
-def follow(transport: peers.AsyncrlRing, pipe: Connection, rank: int, size: int, count: int) -> None:
-    """One of the other ranks of the group."""
-    transport.connect_reader(rank, size)
-    pipe.send("ready")
-    pipe.recv()
-    for _ in range(count):
-        touch(transport.get()[0], full=False)
-        transport.release()
-    pipe.recv()
-
-
-def worker(pipe: Connection) -> None:
-    """Lives through the whole benchmark, so that no run pays for starting Python."""
-    while (task := pipe.recv()) is not None:
-        if isinstance(task, str):
-            connect_ray(task)  # before anything that refers to an actor can be received
-            continue
-        role, transport, arguments = task
-        (produce if role == "produce" else follow)(transport, pipe, *arguments)
-        del transport
-        pipe.send("done")
-
-
-def inherited_producer(transport: peers.Transport, pipe: Connection, arguments: tuple[Any, ...]) -> None:
-    produce(transport, pipe, *arguments)
-    pipe.send("done")
-
-
-def connect_ray(address: str) -> None:
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-
-
-# ---- One run -------------------------------------------------------------------------------------------
-
-
-def touch(arrays: dict[str, np.ndarray], full: bool) -> float:
-    ids, logprobs = arrays["token_ids"], arrays["behav_logprobs"]
-    if full:
-        return sum(float(array.sum()) for array in arrays.values())
-    return float(ids[0]) + float(ids[-1]) + float(logprobs[-1])
-
-
-class Bench:
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
-        self.workers: list[Connection] = []
-        self.processes: list[Any] = []
-        self.ray_address: str | None = None
-
-    def start_ray(self) -> None:
-        import ray
-
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": ":".join(filter(None, sys.path))}},
-        )
-        self.ray_address = ray.get_runtime_context().gcs_address
-
-    def run(self, setting: Setting, count: int, hz: float = 0.0) -> tuple[float, list[float]]:
-        """Samples per second after the warm-up, and every latency in microseconds."""
-        transport = setting.transport()
-        transport.setup(setting.payload_bytes, DEPTH)
-        arguments = (setting.payload_bytes, count // setting.producers, hz)
-        total = count // setting.producers * setting.producers
-        pipes = [self._start(transport, "produce", arguments, i) for i in range(setting.producers)]
-        if setting.readers == 1:
-            transport.connect_reader()
-        else:
-            assert isinstance(transport, peers.AsyncrlRing)
-            transport.connect_reader(0, setting.readers)
-            for rank in range(1, setting.readers):
-                index = setting.producers + rank - 1
-                pipes.append(self._start(transport, "follow", (rank, setting.readers, total), index))
-        for pipe in pipes:
-            assert pipe.recv() == "ready"
-        for pipe in pipes:
-            pipe.send("go")
-        result = self._read(transport, total, setting.touch == "full")
-        for pipe in pipes:
-            pipe.send("end")
-        for pipe in pipes:
-            assert pipe.recv() == "done"
-        transport.close()
-        return result
-
-    def _read(self, transport: peers.Transport, total: int, full: bool) -> tuple[float, list[float]]:
-        latencies, warm = [], max(1, int(total * WARM_UP))
-        began = 0.0
-        for number in range(total):
-            arrays, _, sent = transport.get()
-            latencies.append((time.perf_counter_ns() - sent) / 1e3)
-            touch(arrays, full)
-            del arrays
-            transport.release()
-            if number + 1 == warm:
-                began = time.perf_counter()
-        return (total - warm) / (time.perf_counter() - began), latencies[warm:]
-
-    def _start(
-        self, transport: peers.Transport, role: str, arguments: tuple[Any, ...], index: int
-    ) -> Connection:
-        if transport.inherited:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=inherited_producer, args=(transport, theirs, arguments))
-            process.start()
-            self.processes.append(process)
-            return ours
-        while len(self.workers) <= index:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=worker, args=(theirs,), daemon=True)
-            process.start()
-            self.processes.append(process)
-            self.workers.append(ours)
-        if transport.needs_ray:
-            self.workers[index].send(self.ray_address)
-        self.workers[index].send((role, transport, arguments))
-        return self.workers[index]
-
-    def close(self) -> None:
-        for pipe in self.workers:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(10)
-        if self.ray_address is not None:
-            import ray
-
-            ray.shutdown()
-
-
-def copy_bound(payload_bytes: int, seconds: float) -> float:
-    """Samples per second of numpy copying the four arrays into warm shared memory, 64 records in turn."""
-    sources = list(peers.arrays_of(peers.make_sample(payload_bytes)).values())
-    stride = sum(-(-source.nbytes // 64) * 64 for source in sources)
-    memory = np.frombuffer(mmap.mmap(-1, stride * DEPTH), np.uint8)
-    memory[:] = 1
-    records = []
-    for index in range(DEPTH):
-        at, views = index * stride, []
-        for source in sources:
-            views.append(memory[at : at + source.nbytes].view(source.dtype))
-            at += -(-source.nbytes // 64) * 64
-        records.append(views)
-    count, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        for views in records:
-            for view, source in zip(views, sources, strict=True):
-                view[:] = source
-        count += DEPTH
-    return count / (time.perf_counter() - began)
-
-
-# ---- The benchmark -------------------------------------------------------------------------------------
-
-
 def settings_of(quick: bool) -> list[Setting]:
     if quick:
-        return [Setting(transport, payload) for payload in PAYLOADS for transport in QUICK_TRANSPORTS]
+        light = [Setting(transport, payload) for payload in PAYLOADS for transport in QUICK_TRANSPORTS]
+        full = [Setting(each, payload, touch="full") for payload in PAYLOADS for each in QUICK_FULL_READ]
+        return light + full
     settings = []
     for payload in PAYLOADS:
         for transport in TRANSPORTS:
-            for producers in (1, 2):
+            for producers in range(1, transport.max_producers + 1):
                 for how in ("light", "full"):
                     settings.append(Setting(transport, payload, producers, 1, how))
-        settings.append(Setting(peers.AsyncrlRing, payload, 1, 4))
-        settings.append(Setting(peers.AsyncrlBatches, payload, 1, 4))
+        settings.append(Setting(AsyncrlRing, payload, 1, 4))
+        settings.append(Setting(AsyncrlBatches, payload, 1, 4))
     return settings
 
 
 def measure(settings: list[Setting], rounds: int, seconds: float, latency: bool) -> list[Row]:
-    bench = Bench()
+    bench = Bench({setting.transport for setting in settings})
     if any(setting.transport.needs_ray for setting in settings):
         bench.start_ray()
     rates: dict[Setting, list[float]] = defaultdict(list)
@@ -279,31 +87,27 @@ def measure(settings: list[Setting], rounds: int, seconds: float, latency: bool)
     times: dict[Setting, list[float]] = defaultdict(list)
     counts: dict[Setting, int] = {}
     for number in range(rounds):
-        bounds = {
-            payload: copy_bound(payload, seconds / 5) for payload in {s.payload_bytes for s in settings}
-        }
         for setting in settings:
             if setting not in counts:
                 counts[setting] = plan_count(bench.run(setting, 64)[0], seconds)
+            bound = copy_bound(setting.payload_bytes, seconds / 5)
             rate, _ = bench.run(setting, counts[setting])
             counts[setting] = plan_count(rate, seconds)
             rates[setting].append(rate)
-            ratios[setting].append(rate / bounds[setting.payload_bytes])
-            if (
-                latency
-                and setting.transport.paced
-                and setting.producers == 1
-                and setting.touch == "light"
-                and number < 3
-            ):
+            ratios[setting].append(rate / bound)
+            if latency and number < PACED_ROUNDS and is_paced(setting):
                 times[setting] += bench.run(setting, PACED_COUNT, PACE_HZ)[1]
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     bench.close()
     return [summarise(setting, rates[setting], ratios[setting], times[setting]) for setting in settings]
 
 
+def is_paced(setting: Setting) -> bool:
+    return setting.transport.paced and setting.producers == 1 and setting.touch == "light"
+
+
 def plan_count(rate: float, seconds: float) -> int:
-    return int(min(100_000, max(128, rate * seconds))) // 64 * 64
+    return int(min(100_000, max(64, rate * seconds))) // 64 * 64
 
 
 def summarise(setting: Setting, rates: list[float], ratios: list[float], times: list[float]) -> Row:

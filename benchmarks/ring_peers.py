@@ -1,8 +1,4 @@
-"""The transports that the ring is compared with, and the ring itself, behind one small interface.
-
-A transport is set up by the reader, travels to the producers as plain data, and carries the same four arrays
-of a sample plus a sequence number and a time. Each copies as little as it can: views where it has them.
-"""
+"""What one would use instead of the ring: queues of processes, sockets, shared memory, actors."""
 
 from __future__ import annotations
 
@@ -12,178 +8,41 @@ import ctypes
 import pickle
 import shutil
 import tempfile
+import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ring_transports import ARRAYS, Received, Transport, arrays_of, make_sample
 
-from asyncrl.ring import Ring
-from asyncrl.types import FinishReason, Sample
-
-ARRAYS = (
-    ("token_ids", np.dtype(np.int32)),
-    ("loss_mask", np.dtype(np.uint8)),
-    ("behav_logprobs", np.dtype(np.float32)),
-    ("policy_versions", np.dtype(np.int32)),
-)
-BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in ARRAYS)
-Received = tuple[dict[str, np.ndarray], int, float]  # arrays, sequence number, time of sending
-
-
-def make_sample(payload_bytes: int) -> Sample:
-    count = max(2, payload_bytes // BYTES_PER_TOKEN)
-    random = np.random.default_rng(0)
-    return Sample(
-        group_id=0,
-        sample_idx=0,
-        num_prompt_tokens=1,
-        reward=0.0,
-        finish_reason=FinishReason.STOP,
-        token_ids=random.integers(0, 150_000, count, dtype=np.int32),
-        loss_mask=np.ones(count, np.uint8),
-        behav_logprobs=random.standard_normal(count, dtype=np.float32),
-        policy_versions=np.zeros(count, np.int32),
-        group_rewards=np.zeros(4, np.float32),
-    )
-
-
-def arrays_of(sample: Sample) -> dict[str, np.ndarray]:
-    return {name: getattr(sample, name) for name, _ in ARRAYS}
-
-
-class Transport:
-    """Base: what a transport does not need, it leaves as it is."""
-
-    name = ""
-    needs_ray = False
-    inherited = False  # its handle can only be given to a process when that is started
-    paced = True  # its latency at a slow pace means something
-
-    def setup(self, payload_bytes: int, depth: int) -> None: ...
-    def connect_producer(self) -> None: ...
-    def put(self, sample: Sample) -> None: ...
-    def flush(self) -> None: ...
-    def connect_reader(self) -> None: ...
-    def get(self) -> Received: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class AsyncrlRing(Transport):
-    """This project's ring, one record at a time."""
-
-    name = "asyncrl"
-    batch = 1
-
-    def setup(self, payload_bytes: int, depth: int) -> None:
-        self.path = f"/dev/shm/asyncrl-bench-{uuid.uuid4().hex[:8]}"
-        Ring.create(Path(self.path), arena_bytes=depth * (payload_bytes + 4096), num_slots=4 * depth).detach()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
-    def connect_producer(self) -> None:
-        self.ring = Ring.open(Path(self.path), role="producer", name="bench")
-
-    def put(self, sample: Sample) -> None:
-        self.ring.put(sample, version=0, timeout=60)
-
-    def connect_reader(self, rank: int = 0, size: int = 1) -> None:
-        self.ring = Ring.open(Path(self.path), role="reader", name="bench")
-        self.group = self.ring.group("bench", rank=rank, size=size)
-
-    def get(self) -> Received:
-        self.current = self.group.get_batch(1, timeout=60)
-        record = self.current[0]
-        return record.arrays(), int(record.scalar("group_id")), float(record.scalar("reward"))
-
-    def release(self) -> None:
-        self.current.ack()
-        self.current.release()
-
-    def close(self) -> None:
-        self.ring.detach()
-        Ring.unlink(Path(self.path))
-
-
-class AsyncrlBatches(AsyncrlRing):
-    """The ring with put_many and get_batch of 32."""
-
-    name = "asyncrl, batches of 32"
-    batch = 32
-    paced = False
-
-    def connect_producer(self) -> None:
-        super().connect_producer()
-        self.pending: list[Sample] = []
-
-    def put(self, sample: Sample) -> None:
-        self.pending.append(sample)
-        if len(self.pending) == self.batch:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.pending:
-            self.ring.put_many(self.pending, version=0, timeout=60)
-            self.pending = []
-
-    def connect_reader(self, rank: int = 0, size: int = 1) -> None:
-        super().connect_reader(rank, size)
-        self.current = None
-        self.index = 0
-
-    def get(self) -> Received:
-        if self.current is None:
-            self.current, self.index = self.group.get_batch(self.batch, timeout=60), 0
-        record = self.current[self.index]
-        return record.arrays(), int(record.scalar("group_id")), float(record.scalar("reward"))
-
-    def release(self) -> None:
-        self.index += 1
-        if self.index == len(self.current):
-            super().release()
-            self.current = None
+from asyncrl.types import Sample
 
 
 class MpQueue(Transport):
-    """multiprocessing.Queue; made anew for every run, so its producers are started for it (`inherited`)."""
+    """multiprocessing.Queue: one for all runs, for it is given to a process when that is started."""
 
     name = "multiprocessing.Queue"
-    inherited = True
 
-    def setup(self, payload_bytes: int, depth: int) -> None:
-        self.queue = self.context().Queue(depth)
+    def inherit(self, handles: Mapping[str, Any]) -> None:
+        self.queue = handles[self.name]
 
-    def context(self) -> Any:
-        import multiprocessing
-
-        return multiprocessing.get_context("spawn")
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
     def put(self, sample: Sample) -> None:
         self.queue.put((arrays_of(sample), sample.group_id, sample.reward))
 
-    def flush(self) -> None:
-        self.queue.close()
-        self.queue.join_thread()
-
     def get(self) -> Received:
         received: Received = self.queue.get()
         return received
-
-    def close(self) -> None:
-        self.queue.close()
 
 
 class TorchQueue(MpQueue):
     """torch.multiprocessing.Queue: tensors go through shared memory of their own."""
 
     name = "torch.multiprocessing.Queue"
-
-    def context(self) -> Any:
-        import torch.multiprocessing
-
-        return torch.multiprocessing.get_context("spawn")
 
     def put(self, sample: Sample) -> None:
         import torch
@@ -194,6 +53,64 @@ class TorchQueue(MpQueue):
     def get(self) -> Received:
         tensors, seq, sent = self.queue.get()
         return {name: tensor.numpy() for name, tensor in tensors.items()}, seq, sent
+
+
+def queues(context: Any, depth: int, transports: set[type[Transport]]) -> dict[str, Any]:
+    """The queues that `MpQueue` and its like inherit."""
+    made = {}
+    if MpQueue in transports:
+        made[MpQueue.name] = context.Queue(depth)
+    if TorchQueue in transports:
+        import torch.multiprocessing
+
+        made[TorchQueue.name] = torch.multiprocessing.get_context(context.get_start_method()).Queue(depth)
+    return made
+
+
+class VllmMessageQueue(Transport):
+    """vLLM's shared-memory MessageQueue, in the copy that SGLang carries; one writer, which makes it."""
+
+    name = "vLLM MessageQueue"
+    max_producers = 1
+
+    def setup(self, payload_bytes: int, depth: int) -> None:
+        self.chunk_bytes, self.depth = payload_bytes + 4096, depth
+        self.directory = tempfile.mkdtemp(prefix="asyncrl-bench-")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"chunk_bytes": self.chunk_bytes, "depth": self.depth, "directory": self.directory}
+
+    def connect_producer(self) -> None:
+        from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        self.queue = MessageQueue(1, 1, max_chunk_bytes=self.chunk_bytes, max_chunks=self.depth)
+        handle = Path(self.directory, "handle")
+        handle.with_suffix(".partial").write_bytes(pickle.dumps(self.queue.export_handle()))
+        handle.with_suffix(".partial").rename(handle)
+        self.queue.wait_until_ready()
+
+    def put(self, sample: Sample) -> None:
+        self.queue.enqueue((arrays_of(sample), sample.group_id, sample.reward))
+
+    def connect_reader(self) -> None:
+        from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        handle = Path(self.directory, "handle")
+        deadline = time.monotonic() + 120
+        while not handle.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the writer of vLLM's MessageQueue did not come within 120 s")
+            time.sleep(0.01)
+        self.queue = MessageQueue.create_from_handle(pickle.loads(handle.read_bytes()), 0)
+        self.queue.wait_until_ready()
+
+    def get(self) -> Received:
+        received: Received = self.queue.dequeue()
+        return received
+
+    def close(self) -> None:
+        del self.queue
+        shutil.rmtree(self.directory)
 
 
 class ZmqPickle5(Transport):

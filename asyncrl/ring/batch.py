@@ -46,6 +46,11 @@ class Record:
         views: dict[str, npt.NDArray[Any]] = self._lease.views(self._idx)
         return views
 
+    def values(self) -> dict[str, Any]:
+        """`arrays`, and the scalars and strings."""
+        values: dict[str, Any] = self._lease.values(self._idx)
+        return values
+
     def torch(self, name: str) -> torch.Tensor:
         """A tensor over the field, without a copy. The memory is read-only: writing to it ends the process
         with SIGSEGV rather than change what other ranks read; clone it first."""
@@ -97,9 +102,10 @@ class Batch:
         return len(self._lease)
 
     def __getitem__(self, idx: int) -> Record:
-        if not -len(self) <= idx < len(self):
-            raise IndexError(f"record {idx} of a batch of {len(self)}")
-        return Record(self._lease, idx % len(self))
+        size = len(self._lease)
+        if not -size <= idx < size:
+            raise IndexError(f"record {idx} of a batch of {size}")
+        return Record(self._lease, idx % size)
 
     def __iter__(self) -> Iterator[Record]:
         return (Record(self._lease, idx) for idx in range(len(self)))
@@ -158,5 +164,6 @@ class Batch:
         if self._noted:
             return  # the group has the lease until `commit`
         if self._ack_on_release and ack and not self._lease.released:
-            self._lease.ack()
-        self._lease.release_when_unused()
+            self._lease.finish()
+        else:
+            self._lease.release_when_unused()

@@ -43,10 +43,9 @@ sample_values = attrgetter(*(field.name for field in FIELDS))
 
 def read_sample(record: Record) -> Sample:
     """Copy a record out of the ring."""
-    arrays = record.arrays()
-    values: dict[str, Any] = {
-        field.name: arrays[field.name].copy() if field.num_dims else record.scalar(field.name)
-        for field in FIELDS
-    }
+    values: dict[str, Any] = record.values()
+    for field in FIELDS:
+        if field.num_dims:
+            values[field.name] = values[field.name].copy()
     values["finish_reason"] = FinishReason(values["finish_reason"])
     return Sample(**values)

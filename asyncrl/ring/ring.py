@@ -89,6 +89,7 @@ class Ring:
         self.role = role
         self._session = session
         self._when_full = _WHEN_FULL[when_full]
+        self._producer = _C.ring.Producer(session, FORMAT, self._when_full, checksum)
         self._checksum = checksum
         self._waiter: FifoWaiter | None = None
 
@@ -187,9 +188,7 @@ class Ring:
     ) -> int:
         """`put` for many; returns how many were new. After an error the first ones may be published, so give
         keys and put all again."""
-        outgoing = self._outgoing(samples, version, keys)
-        outgoing.put(timeout)
-        published: int = outgoing.num_published
+        published: int = self._producer.put(self._records(samples, version, keys), timeout)
         return published
 
     async def aput(
@@ -229,15 +228,25 @@ class Ring:
     def _outgoing(
         self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
     ) -> Any:
-        self._require("producer")
+        records = self._records(samples, version, keys)
         outgoing = _C.ring.Outgoing(self._session, FORMAT, self._when_full, self._checksum)
+        for record in records:
+            outgoing.add(*record)
+        return outgoing
+
+    def _records(
+        self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
+    ) -> list[tuple[Any, ...]]:
+        """Per sample: its values, oldest and newest version, tokens, key as three numbers or None."""
+        self._require("producer")
+        records = []
         for idx, sample in enumerate(samples):
             oldest = sample.min_version if version is None else version
             newest = sample.max_version if version is None else version
             key = keys[idx] if keys is not None else None
             numbers = (*_uid_words(key[0]), key[1]) if key is not None else None
-            outgoing.add(sample_values(sample), oldest, newest, len(sample.token_ids), numbers)
-        return outgoing
+            records.append((sample_values(sample), oldest, newest, len(sample.token_ids), numbers))
+        return records
 
     # ---- readers -----------------------------------------------------------------------------------
 

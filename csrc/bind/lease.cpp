@@ -12,8 +12,28 @@ using ring::RingError;
 
 namespace {
 
-void MakeReadOnly(py::array& view) {
-  py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+// An array over `field`, which keeps `token`.
+py::object MakeView(const std::byte* record, const ring::RecordField& field, py::handle token,
+                    bool writeable) {
+  auto& api = py::detail::npy_api::get();
+  Py_intptr_t shape[2] = {static_cast<Py_intptr_t>(field.shape[0]),
+                          static_cast<Py_intptr_t>(field.shape[1])};
+  const int flags = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ |
+                    py::detail::npy_api::NPY_ARRAY_ALIGNED_ |
+                    (writeable ? py::detail::npy_api::NPY_ARRAY_WRITEABLE_ : 0);
+  auto* data = const_cast<std::byte*>(record + field.offset);
+  auto view = py::reinterpret_steal<py::object>(
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, NumpyDType(field.dtype).release().ptr(),
+                                field.num_dims, shape, nullptr, data, flags, nullptr));
+  if (!view) throw py::error_already_set();
+  if (api.PyArray_SetBaseObject_(view.ptr(), token.inc_ref().ptr()) != 0)
+    throw py::error_already_set();
+  return view;
+}
+
+// Field names come back on every read: each is made once and kept for the life of the process.
+py::str NameOf(const ring::RecordField& field) {
+  return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(field.name));
 }
 
 }  // namespace
@@ -54,35 +74,33 @@ py::capsule Lease::MakeToken() {
                      [](void* token) { delete static_cast<ViewToken*>(token); });
 }
 
-py::array Lease::MakeView(const std::byte* record, const ring::RecordField& field,
-                          const py::capsule& token) const {
-  const std::vector<py::ssize_t> shape(field.shape, field.shape + field.num_dims);
-  return py::array(NumpyDType(field.dtype), shape, record + field.offset, token);
-}
-
-py::array Lease::View(size_t index, const std::string& name, bool writeable) {
+py::object Lease::View(size_t index, const std::string& name, bool writeable) {
   const ring::RecordField& field = Find(index, name);
   if (field.num_dims == 0 || field.dtype == ring::DType::kString) {
     throw py::type_error("field " + name + " is not an array");
   }
-  py::array view = MakeView(Record(index), field, MakeToken());
-  if (!writeable) MakeReadOnly(view);
-  return view;
+  return MakeView(Record(index), field, MakeToken(), writeable);
 }
 
-py::dict Lease::Views(size_t index) {
+py::dict Lease::Views(size_t index) { return Fields(index, /*with_scalars=*/false); }
+
+py::dict Lease::Values(size_t index) { return Fields(index, /*with_scalars=*/true); }
+
+py::dict Lease::Fields(size_t index, bool with_scalars) {
   const std::byte* record = Record(index);
   const py::capsule token = MakeToken();
   const auto* header = reinterpret_cast<const ring::RecordHeader*>(record);
   const auto* fields = reinterpret_cast<const ring::RecordField*>(record + sizeof(*header));
-  py::dict views;
+  py::dict values;
   for (uint32_t i = 0; i < header->num_fields; ++i) {
-    if (fields[i].num_dims == 0 || fields[i].dtype == ring::DType::kString) continue;
-    py::array view = MakeView(record, fields[i], token);
-    MakeReadOnly(view);
-    views[fields[i].name] = std::move(view);
+    const ring::RecordField& field = fields[i];
+    if (field.num_dims > 0 && field.dtype != ring::DType::kString) {
+      values[NameOf(field)] = MakeView(record, field, token, /*writeable=*/false);
+    } else if (with_scalars) {
+      values[NameOf(field)] = ReadScalar(record, field);
+    }
   }
-  return views;
+  return values;
 }
 
 py::object Lease::Scalar(size_t index, const std::string& name) const {
@@ -116,6 +134,16 @@ void Lease::Release() {
 
 void Lease::ReleaseWhenUnused() {
   if (num_views_ == 0) Release();
+}
+
+void Lease::Finish() {
+  if (!acknowledged_ && !released_ && num_views_ == 0) {
+    reader_->Finish(delivery_);
+    acknowledged_ = released_ = true;
+    return;
+  }
+  Ack();
+  ReleaseWhenUnused();
 }
 
 void Lease::Verify(size_t index) const {

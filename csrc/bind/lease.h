@@ -30,10 +30,13 @@ class Lease : public std::enable_shared_from_this<Lease> {
 
   // A numpy array over a field of record `index`, without a copy. `writeable` only sets numpy's
   // flag (for torch, which has no read-only tensors); the memory itself is mapped read-only.
-  pybind11::array View(size_t index, const std::string& name, bool writeable);
+  pybind11::object View(size_t index, const std::string& name, bool writeable);
 
   // All array fields of record `index`, by name; together they count as one view.
   pybind11::dict Views(size_t index);
+
+  // The same with the scalars and strings.
+  pybind11::dict Values(size_t index);
 
   // A scalar or a string.
   pybind11::object Scalar(size_t index, const std::string& name) const;
@@ -48,14 +51,16 @@ class Lease : public std::enable_shared_from_this<Lease> {
   // Ends the lease now, or when the last view goes.
   void ReleaseWhenUnused();
 
+  // Ack and ReleaseWhenUnused, under one lock where no view is left.
+  void Finish();
+
   // Throws kCorrupt when a record was published with a checksum and its bytes differ.
   void Verify(size_t index) const;
 
  private:
   struct ViewToken;
   pybind11::capsule MakeToken();
-  pybind11::array MakeView(const std::byte* record, const ring::RecordField& field,
-                           const pybind11::capsule& token) const;
+  pybind11::dict Fields(size_t index, bool with_scalars);
   const std::byte* Record(size_t index) const;
   const ring::RecordField& Find(size_t index, const std::string& name) const;
 

@@ -26,6 +26,11 @@ class Outgoing {
         with_checksum_(with_checksum),
         serial_(session_->NextSerial()) {}
 
+  void Reserve(size_t count) {
+    records_.reserve(count);
+    requests_.reserve(count);
+  }
+
   void Add(const pybind11::tuple& values, int64_t min_version, int64_t max_version, uint32_t weight,
            std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> key) {
     records_.emplace_back(format_, values);
@@ -84,6 +89,39 @@ class Outgoing {
   std::vector<EncodedRecord> records_;
   std::vector<ring::PutRequest> requests_;
   size_t num_done_ = 0, num_published_ = 0;
+};
+
+// Puts whole lists in one call: what a synchronous put needs of Python is done once per list.
+class Producer {
+ public:
+  Producer(std::shared_ptr<ring::Session> session, const RecordFormat& format,
+           ring::WhenFull when_full, bool with_checksum)
+      : session_(std::move(session)),
+        format_(format),
+        when_full_(when_full),
+        with_checksum_(with_checksum) {}
+
+  // `records` are the arguments of Outgoing::Add. Returns how many were new. With the GIL, which it
+  // gives up while it publishes; any thread.
+  size_t Put(const pybind11::list& records, double timeout_s) {
+    Outgoing outgoing(session_, format_, when_full_, with_checksum_);
+    outgoing.Reserve(records.size());
+    for (const pybind11::handle record : records) {
+      const auto fields = pybind11::reinterpret_borrow<pybind11::tuple>(record);
+      outgoing.Add(pybind11::reinterpret_borrow<pybind11::tuple>(fields[0]),
+                   fields[1].cast<int64_t>(), fields[2].cast<int64_t>(), fields[3].cast<uint32_t>(),
+                   fields[4].cast<std::optional<std::tuple<uint64_t, uint64_t, uint64_t>>>());
+    }
+    const pybind11::gil_scoped_release no_gil;
+    outgoing.Put(timeout_s);
+    return outgoing.num_published();
+  }
+
+ private:
+  std::shared_ptr<ring::Session> session_;
+  const RecordFormat& format_;
+  ring::WhenFull when_full_;
+  bool with_checksum_;
 };
 
 }  // namespace asyncrl::bind

@@ -60,7 +60,7 @@ EncodedRecord::EncodedRecord(const RecordFormat& format, const py::tuple& values
                          std::to_string(values.size()) + " values");
   }
   sources_.reserve(fields_.size());
-  buffers_.reserve(fields_.size());
+  arrays_.reserve(fields_.size());
   length_ = sizeof(RecordHeader) + fields_.size() * sizeof(RecordField);
   try {
     for (size_t index = 0; index < fields_.size(); ++index) {
@@ -119,7 +119,27 @@ void EncodedRecord::AddString(RecordField& field, py::handle value) {
   sources_.push_back({text, static_cast<uint64_t>(size), 0});
 }
 
+// A contiguous numpy array of just this type, without the cost of a buffer request.
+bool EncodedRecord::AddNumpyArray(RecordField& field, py::handle value) {
+  auto& api = py::detail::npy_api::get();
+  if (!api.PyArray_Check_(value.ptr())) return false;
+  const auto* array = py::detail::array_proxy(value.ptr());
+  if (array->descr != NumpyDType(field.dtype).ptr() || array->nd != field.num_dims ||
+      !(array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_)) {
+    return false;
+  }
+  uint64_t bytes = ring::InfoOf(field.dtype).item_bytes;
+  for (int dim = 0; dim < array->nd; ++dim) {
+    field.shape[dim] = static_cast<uint64_t>(array->dimensions[dim]);
+    bytes *= field.shape[dim];
+  }
+  arrays_.push_back(py::reinterpret_borrow<py::object>(value));
+  sources_.push_back({array->data, bytes, 0});
+  return true;
+}
+
 void EncodedRecord::AddArray(RecordField& field, py::handle value) {
+  if (AddNumpyArray(field, value)) return;
   const DTypeInfo& info = ring::InfoOf(field.dtype);
   Py_buffer buffer;
   if (PyObject_GetBuffer(value.ptr(), &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {

@@ -47,10 +47,12 @@ class EncodedRecord {
   void AddScalar(ring::RecordField& field, pybind11::handle value);
   void AddString(ring::RecordField& field, pybind11::handle value);
   void AddArray(ring::RecordField& field, pybind11::handle value);
+  bool AddNumpyArray(ring::RecordField& field, pybind11::handle value);
 
   std::vector<ring::RecordField> fields_;
   std::vector<Source> sources_;
   std::vector<Py_buffer> buffers_;
+  std::vector<pybind11::object> arrays_;  // numpy's own, kept alive
   uint64_t length_ = 0;
 };
 

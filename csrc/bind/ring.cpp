@@ -30,6 +30,11 @@ void RegisterRecords(py::module_& module) {
       .value("BLOCK", ring::WhenFull::kBlock)
       .value("FAIL", ring::WhenFull::kFail)
       .value("DROP_OLDEST", ring::WhenFull::kDropOldest);
+  py::class_<Producer>(module, "Producer")
+      .def(py::init<std::shared_ptr<Session>, const RecordFormat&, ring::WhenFull, bool>(),
+           py::arg("session"), py::arg("format"), py::arg("when_full"), py::arg("with_checksum"),
+           py::keep_alive<1, 3>())
+      .def("put", &Producer::Put, py::arg("records"), py::arg("timeout_s"));
   py::class_<Outgoing>(module, "Outgoing")
       .def(py::init<std::shared_ptr<Session>, const RecordFormat&, ring::WhenFull, bool>(),
            py::arg("session"), py::arg("format"), py::arg("when_full"), py::arg("with_checksum"),
@@ -54,6 +59,7 @@ void RegisterReading(py::module_& module) {
       .def_property_readonly("released", &Lease::released)
       .def("view", &Lease::View, py::arg("index"), py::arg("name"), py::arg("writeable"))
       .def("views", &Lease::Views, py::arg("index"))
+      .def("values", &Lease::Values, py::arg("index"))
       .def("scalar", &Lease::Scalar, py::arg("index"), py::arg("name"))
       .def("min_version", [](const Lease& lease, size_t i) { return lease.slot(i).min_version; })
       .def("max_version", [](const Lease& lease, size_t i) { return lease.slot(i).max_version; })
@@ -61,6 +67,7 @@ void RegisterReading(py::module_& module) {
       .def("verify", &Lease::Verify, py::arg("index"), py::call_guard<py::gil_scoped_release>())
       .def("ack", &Lease::Ack, py::call_guard<py::gil_scoped_release>())
       .def("release", &Lease::Release, py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Lease::Finish, py::call_guard<py::gil_scoped_release>())
       .def("release_when_unused", &Lease::ReleaseWhenUnused,
            py::call_guard<py::gil_scoped_release>());
 

@@ -33,6 +33,28 @@ inline bool FutexWaitUntil(std::atomic<uint32_t>& word, uint32_t expected, int64
   return !(rc == -1 && errno == ETIMEDOUT);
 }
 
+// Tells the core that this is a spinning loop.
+inline void Relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Looks on for at most `spin_ns`, until `changed()`; returns whether it did.
+template <typename Changed>
+inline bool SpinUntil(int64_t spin_ns, Changed changed) {
+  const int64_t deadline = NowNs() + spin_ns;
+  do {
+    for (int look = 0; look < 16; ++look) {
+      if (changed()) return true;
+      Relax();
+    }
+  } while (NowNs() < deadline);
+  return false;
+}
+
 inline void FutexWake(std::atomic<uint32_t>& word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, count, nullptr, nullptr, 0);
 }

@@ -38,8 +38,9 @@ std::string Describe(Want want) {
 
 Delivery GroupReader::Get(Want want, int64_t deadline_ns, const Interrupt& interrupt) {
   WaitPoint& point = session_->region().header().data;
-  for (;;) {
-    uint32_t sequence;
+  for (bool may_spin = true;;) {
+    uint32_t sequence = 0;
+    uint64_t goal = 0, length = 0;
     {
       Session::Locked locked(*session_);
       if (auto delivery = TryGetLocked(want, locked)) return std::move(*delivery);
@@ -48,10 +49,24 @@ Delivery GroupReader::Get(Want want, int64_t deadline_ns, const Interrupt& inter
                         DescribeEmpty(*session_, Describe(want) + " as rank " +
                                                      std::to_string(rank_) + " of group " + name_));
       }
-      SetGoal(want);
-      sequence = session_->PrepareSleep(point, /*armed=*/false);
+      const Control& control = session_->control();
+      const uint32_t missing = want.count > control.num_ready ? want.count - control.num_ready : 1;
+      goal = Peek(control.next_seq) + missing;
+      length = Peek(group().length);
+      if (!may_spin) {
+        SetGoal(want);
+        sequence = session_->PrepareSleep(point, /*armed=*/false);
+      }
     }
-    session_->Sleep(point, sequence, deadline_ns, interrupt);
+    if (may_spin) {
+      may_spin = SpinUntil(kSpin, [&] {
+        const Control& control = session_->control();
+        return Peek(control.next_seq) >= goal || Peek(group().length) != length ||
+               Peek(control.closed) != 0;
+      });
+    } else {
+      may_spin = session_->Sleep(point, sequence, deadline_ns, interrupt);
+    }
   }
 }
 
@@ -239,6 +254,13 @@ void GroupReader::AckLocked(uint64_t begin, uint64_t end, Session::Locked& locke
   }
   CRASH_POINT("ack.done");
   Publish(member().ack_to, uint64_t{0});
+}
+
+void GroupReader::Finish(const Delivery& delivery) {
+  Session::Locked locked(*session_);
+  CheckMember();
+  AckLocked(delivery.begin, delivery.end, locked);
+  EndLeases(*session_, index_, rank_, delivery.slots, locked);
 }
 
 void GroupReader::Release(const std::vector<uint32_t>& slots) {

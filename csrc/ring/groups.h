@@ -49,6 +49,9 @@ class GroupReader {
   // Acknowledges positions [begin, end) for this rank, all or none of them.
   void Ack(uint64_t begin, uint64_t end);
 
+  // Acknowledges a delivery and ends its lease.
+  void Finish(const Delivery& delivery);
+
   // Ends a lease; what was not acknowledged will be delivered again.
   void Release(const std::vector<uint32_t>& slots);
 

@@ -13,14 +13,6 @@ constexpr int kSpins = 64;
 
 uint32_t OwnerOf(uint32_t word) { return (word & ~kLockWaiters) - 1; }
 
-void Relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 }  // namespace
 
 bool MetadataLock::Spin() {

@@ -14,7 +14,7 @@ size_t Writer::Claim(std::span<PutRequest> requests, WhenFull when_full, int64_t
                      const Interrupt& interrupt) {
   const uint32_t serial = session_.NextSerial();
   WaitPoint& point = session_.region().header().space;
-  for (bool waited = false;; waited = true) {
+  for (bool waited = false, may_spin = true;;) {
     uint32_t sequence;
     {
       Session::Locked locked(session_);
@@ -27,10 +27,15 @@ size_t Writer::Claim(std::span<PutRequest> requests, WhenFull when_full, int64_t
         ReturnTicket(serial, locked);
         throw RingError(ErrorKind::kTimeout, DescribeFull(session_, requests.front().length));
       }
-      sequence = session_.PrepareSleep(point, /*armed=*/false);
+      sequence = may_spin ? Peek(point.sequence) : session_.PrepareSleep(point, /*armed=*/false);
     }
+    if (may_spin) {  // a reader that works through its records frees one soon
+      may_spin = SpinUntil(kSpin, [&] { return Peek(point.sequence) != sequence; });
+      continue;
+    }
+    waited = true;
     try {
-      session_.Sleep(point, sequence, deadline_ns, interrupt);
+      may_spin = session_.Sleep(point, sequence, deadline_ns, interrupt);
     } catch (...) {
       DropTicket(serial);
       throw;

@@ -128,9 +128,8 @@ Session::Locked::Locked(Session& session)
 Session::Locked::~Locked() {
   std::vector<uint32_t> fifos;
   Header& header = session_.region_->header();
-  const bool data = wake_data_, space = wake_space_;
-  if (data) session_.Wake(header.data, kArmedData, fifos);
-  if (space) session_.Wake(header.space, kArmedSpace, fifos);
+  const bool data = wake_data_ && session_.Wake(header.data, kArmedData, fifos);
+  const bool space = wake_space_ && session_.Wake(header.space, kArmedSpace, fifos);
   session_.lock_.Release();
   mutex_.unlock();
   CRASH_POINT("wake.before");
@@ -140,12 +139,14 @@ Session::Locked::~Locked() {
   CRASH_POINT("wake.after");
 }
 
-void Session::Wake(WaitPoint& point, uint32_t armed_bit, std::vector<uint32_t>& fifos) {
+// Returns whether some thread sleeps on the futex. Sleepers are noted under the lock, which is
+// held.
+bool Session::Wake(WaitPoint& point, uint32_t armed_bit, std::vector<uint32_t>& fifos) {
   point.sequence.fetch_add(1, std::memory_order_relaxed);
-  point.sleepers.store(0, std::memory_order_relaxed);
+  const bool sleeping = point.sleepers.exchange(0, std::memory_order_relaxed) != 0;
   point.goal_count = UINT32_MAX;
   point.goal_weight = UINT64_MAX;
-  if (point.armed.exchange(0, std::memory_order_relaxed) == 0) return;
+  if (point.armed.exchange(0, std::memory_order_relaxed) == 0) return sleeping;
   for (uint32_t index = 0; index < geometry().num_participants; ++index) {
     std::atomic<uint32_t>& armed = region_->participants()[index].armed;
     if (Peek(armed) & armed_bit) {
@@ -153,6 +154,7 @@ void Session::Wake(WaitPoint& point, uint32_t armed_bit, std::vector<uint32_t>& 
       fifos.push_back(index);
     }
   }
+  return sleeping;
 }
 
 uint32_t Session::PrepareSleep(WaitPoint& point, bool armed) {
@@ -166,12 +168,14 @@ uint32_t Session::PrepareSleep(WaitPoint& point, bool armed) {
   return Peek(point.sequence);
 }
 
-void Session::Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns,
+bool Session::Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns,
                     const Interrupt& interrupt) {
-  if (FutexWaitUntil(point.sequence, sequence, std::min(deadline_ns, NowNs() + kWaitSlice))) return;
+  if (FutexWaitUntil(point.sequence, sequence, std::min(deadline_ns, NowNs() + kWaitSlice)))
+    return true;
   interrupt();
   Locked locked(*this);
   Sweep(locked);
+  return false;
 }
 
 void Session::Sweep(Locked& locked) {

@@ -21,6 +21,9 @@ namespace asyncrl::ring {
 // Longest sleep before a waiter looks again for signals, deaths and closing.
 inline constexpr int64_t kWaitSlice = 100 * kMillisecond;
 
+// How long a waiter looks on before it sleeps: less than a wake-up costs both sides.
+inline constexpr int64_t kSpin = 30'000;
+
 // Called once per slice while waiting; throws to give up.
 using Interrupt = std::function<void()>;
 
@@ -67,9 +70,9 @@ class Session : public std::enable_shared_from_this<Session> {
   // it is released. Returns the sequence to sleep on.
   uint32_t PrepareSleep(WaitPoint& point, bool armed);
 
-  // Without the lock: sleeps for a slice or until woken. After a full slice calls `interrupt` and
-  // sweeps.
-  void Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns, const Interrupt& interrupt);
+  // Without the lock: sleeps for a slice or until woken, and returns whether it was woken. After a
+  // full slice calls `interrupt` and sweeps.
+  bool Sleep(WaitPoint& point, uint32_t sequence, int64_t deadline_ns, const Interrupt& interrupt);
 
   // Makes this participant's FIFO if it is missing, and opens it for reading, non-blocking. The
   // caller closes the descriptor.
@@ -93,7 +96,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   void Register(Role role, const std::string& name);
-  void Wake(WaitPoint& point, uint32_t armed_bit, std::vector<uint32_t>& fifos);
+  bool Wake(WaitPoint& point, uint32_t armed_bit, std::vector<uint32_t>& fifos);
   void RunDeferred(Locked& locked) noexcept;
   void CheckUsable() const;
 
