@@ -142,6 +142,7 @@ class Ring:
 
         Args:
             when_full: what a put does without room: wait, raise `RingFull`, or drop the oldest ready records.
+                To spill to a file instead, wrap a ring opened with "fail" in a `SpillingProducer`.
             checksum: store a CRC-32C with every record, for `Record.verify`.
             lock_timeout: seconds until a stopped owner of the metadata lock is an error.
 
