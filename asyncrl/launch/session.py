@@ -46,6 +46,11 @@ class Session:
         self._events.phase(name)
         self._progress.update()
 
+    def on_engine(self, message: str) -> None:
+        """What became of an engine that was lost."""
+        self._events.write("engine", message=message)
+        self._progress.update()
+
     def on_state(self, state: RunState) -> None:
         """Show what is new since the last call."""
         before, self._seen = self._seen, state
@@ -102,7 +107,7 @@ def run_command(config: Config) -> int:
     events = EventLog(run.path)
     with Progress(run, config.observe.display, Console()) as progress:
         session = Session(config, run, progress)
-        local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state)
+        local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state, session.on_engine)
         try:
             state = local.run()
             code, message = 0, ""
