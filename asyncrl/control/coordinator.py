@@ -68,9 +68,8 @@ class Coordinator:
         """The state as soon as its revision exceeds ``after``, or after ``timeout_s`` as it is."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self._state.revision > after), timeout=timeout_s
-                )
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self._state.revision > after)
         return self._state
 
     async def _update(self, **changes: Any) -> None:

@@ -10,8 +10,9 @@
 A flight brings one version to named engines: prepare -> begin_transfer -> verified | failed, each -> commit.
 A *publication* brings the next version to every engine that serves, and to those that have joined; a
 *catch-up* brings the committed version alone to engines that do not serve. A flight is named by its version
-and by the membership epoch under which it was prepared; every registration, joining, failure and loss begins
-a new epoch, so that a trainer that has not seen the newest membership is refused.
+and by the membership epoch under which it was prepared; every registration, joining, failure, loss and end of
+a flight begins a new epoch, so that a trainer that has not seen the newest membership is refused, and no two
+flights have the same name.
 
 Invariants, in every state (`violations` lists those that are broken):
 
@@ -231,7 +232,7 @@ def commit(fleet: Fleet, version: PolicyVersion, epoch: int) -> Fleet:
         for name in flight.verified
     ]
     committed = version if flight.verified else fleet.committed
-    return replace(fleet._with(*serving), committed=committed, flight=None)
+    return replace(fleet._with(*serving), committed=committed, epoch=fleet.epoch + 1, flight=None)
 
 
 def abort(fleet: Fleet, version: PolicyVersion, epoch: int, reason: str) -> Fleet:
@@ -246,7 +247,7 @@ def abort(fleet: Fleet, version: PolicyVersion, epoch: int, reason: str) -> Flee
         member = fleet.members[name]
         holds = member.version == fleet.committed and member.version >= 0
         back.append(replace(member, status=EngineStatus.SERVING if holds else EngineStatus.JOINING))
-    return replace(fleet._with(*back), flight=None)
+    return replace(fleet._with(*back), epoch=fleet.epoch + 1, flight=None)
 
 
 def in_flight(fleet: Fleet, what: str, version: PolicyVersion, epoch: int) -> Flight:

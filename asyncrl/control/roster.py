@@ -105,10 +105,10 @@ class Roster:
         await self.changed()
 
     async def _join(self, seat: Seat, group: WeightGroup) -> None:
-        left, seat.group = seat.group, group.name
-        if left:
+        if seat.group:
             with contextlib.suppress(EngineError):  # the group is broken; what matters is the new one
-                await seat.engine.leave_weight_group(left)
+                await seat.engine.leave_weight_group(seat.group)
+        seat.group = group.name
         await seat.engine.join_weight_group(group, self._timeout_s)
         await seat.engine.receive_weights("connect", group.name, 0, "", self._timeout_s)
 

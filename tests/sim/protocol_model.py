@@ -8,6 +8,8 @@ its answer is lost, a request arrives a second time at any later moment. The pro
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -128,13 +130,13 @@ def _trainer_steps(state: State, last_version: int) -> Iterator[tuple[str, State
     elif trainer.phase == "joining":
         yield from _join(state)
     elif trainer.phase == "commit":
-        flight = fleet.flight
-        if flight is None or not flight.waiting:  # the coordinator waits for every engine
-            yield from _request(state, "COMMIT")
+        yield from _request(state, "COMMIT")
     elif trainer.phase == "transfer":
         waiting = fleet.flight.waiting if fleet.flight else frozenset[str]()
         if all(state.engine(name).paused or not state.engine(name).alive for name in waiting):
             yield from _request(state, "TRANSFER")
+        with contextlib.suppress(Refused):
+            yield "COMMIT out of turn", _apply(state, "COMMIT", trainer.order)
     else:
         yield from _request(state, "PREPARE")
 
@@ -157,6 +159,9 @@ def _look(state: State, last_version: int) -> Iterator[tuple[str, State]]:
     if (serving or ready) and fleet.committed < last_version:
         order = (fleet.committed + 1, fleet.epoch, tuple(sorted(serving + ready)))
         yield "look: publish", state._replace(trainer=trainer._replace(phase="prepare", order=order))
+        if serving and len(serving + ready) > 1:  # one who serves is left out: to be refused
+            order = (*order[:2], tuple(sorted((serving + ready)[1:])))
+            yield "look: leave out", state._replace(trainer=trainer._replace(phase="prepare", order=order))
 
 
 def _join(state: State) -> Iterator[tuple[str, State]]:
@@ -186,7 +191,9 @@ def _request(state: State, kind: str) -> Iterator[tuple[str, State]]:
         answered = after._replace(trainer=trainer)
     except Refused:
         after = state
-        answered = state._replace(trainer=Trainer())
+        flight = state.fleet.flight
+        early = kind == "COMMIT" and flight is not None and (flight.version, flight.epoch) == order[:2]
+        answered = state if early else state._replace(trainer=Trainer())
     yield kind, answered
     if state.faults:
         faults = state.faults - 1
@@ -305,6 +312,9 @@ def broken_step(before: State, after: State) -> list[str]:
     """Versions are committed one after the other; what is not committed has no effect on who serves."""
     old, new = before.fleet.committed, after.fleet.committed
     broken = [] if new in (old, old + 1) else [f"committed {new} after {old}"]
+    statuses = [member.status for member in after.fleet.members.values()]
+    if new > old and EngineStatus.SERVING not in statuses:
+        broken.append(f"committed {new}, which nobody serves")
     for name in NAMES:
         was, now = before.fleet.member(name), after.fleet.member(name)
         starts_to_serve = now.status is EngineStatus.SERVING and was.status is not EngineStatus.SERVING
@@ -338,14 +348,25 @@ class Exploration(NamedTuple):
 
 def explore(faults: int, last_version: int) -> Exploration:
     """All states within the budget, breadth first; stops at the first broken rule."""
+    gc.disable()  # hundreds of thousands of tuples, no cycles
+    try:
+        return _explore(faults, last_version)
+    finally:
+        gc.enable()
+
+
+def _explore(faults: int, last_version: int) -> Exploration:
     start = initial(faults)
     seen: dict[object, tuple[object, str]] = {start.key(): (None, "start")}
-    layer, num_steps, names = [start], 0, set[str]()
+    layer, num_steps, names = [(start.key(), start)], 0, set[str]()
     while layer:
         following = []
-        for state in layer:
-            own = state.key()
-            successors = [(after.key(), name, after) for name, after in steps(state, last_version)]
+        for own, state in layer:
+            try:
+                successors = [(after.key(), name, after) for name, after in steps(state, last_version)]
+            except Refused as refusal:  # of what an engine or its owner reports, which is never wrong here
+                broken = [f"refused: {refusal}"]
+                return Exploration(len(seen), num_steps, frozenset(names), _path(seen, own, broken))
             ends = all(key == own for key, _, _ in successors)
             broken = broken_end(state, last_version) if ends else []
             if broken:
@@ -356,7 +377,7 @@ def explore(faults: int, last_version: int) -> Exploration:
                 broken = broken_step(state, after)
                 if key not in seen:
                     seen[key] = (own, name)
-                    following.append(after)
+                    following.append((key, after))
                     broken = broken or broken_rules(after)
                 if broken:
                     return Exploration(len(seen), num_steps, frozenset(names), _path(seen, key, broken))
