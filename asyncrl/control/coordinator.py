@@ -156,10 +156,11 @@ class Coordinator:
         """Wait until the rollouter has no sample running."""
         await self._update(draining=True)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        while self._state.rollout.running > 0:
+        while self._state.rollout.counts.running > 0:
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(
-                    f"drain: {self._state.rollout.running} samples still run after {self._timeout_s:.0f} s;"
+                    f"drain: {self._state.rollout.counts.running} samples still run after"
+                    f" {self._timeout_s:.0f} s;"
                     " raise weights.timeout_s or set rollout.interrupt to abort"
                 )
             await self.wait_for_change(self._state.revision, DRAIN_POLL_S)

@@ -10,6 +10,7 @@ import enum
 
 from pydantic import BaseModel, ConfigDict
 
+from asyncrl.control.ledger import LedgerCounts
 from asyncrl.engines.base import WeightGroup
 
 
@@ -68,15 +69,7 @@ class ProcessInfo(Message):
 class RolloutReport(Message):
     """The rollouter's counters, sent about once a second."""
 
-    issued: int = 0
-    pending: int = 0
-    running: int = 0
-    interrupted: int = 0
-    rewarded: int = 0
-    in_ring: int = 0
-    consumed: int = 0
-    acknowledged: int = 0
-    dropped: dict[str, int] = {}  # by reason
+    counts: LedgerCounts = LedgerCounts()
     tokens_generated: int = 0
     engine_busy_s: float = 0.0  # summed over engines, since the rollouter started
     num_engines: int = 0

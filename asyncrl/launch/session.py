@@ -72,7 +72,7 @@ class Session:
     def finish(self, state: RunState) -> Summary:
         """Write summary.json and report.html."""
         accuracy = {result.label: result.accuracy for result in state.held_out}
-        rollout = state.rollout
+        counts = state.rollout.counts
         summary = Summary(
             heldout_before=accuracy.get("before"),
             heldout_after=accuracy.get("after"),
@@ -80,9 +80,9 @@ class Session:
             seconds=round(time.monotonic() - self._started, 1),
             peak_rss_gib=round(self._memory.peak_gib, 2),
             publications=state.publications,
-            samples_issued=rollout.issued,
-            samples_trained=rollout.consumed + rollout.acknowledged,
-            samples_dropped=sum(rollout.dropped.values()),
+            samples_issued=counts.issued,
+            samples_trained=counts.consumed + counts.acknowledged,
+            samples_dropped=counts.num_dropped,
         )
         write_summary(self._run, summary)
         write_report(self._run)

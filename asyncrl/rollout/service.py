@@ -213,19 +213,11 @@ class RolloutService:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _report(self, rollouter: Rollouter) -> None:
-        counts, stats = rollouter.counts(), rollouter.stats()
+        stats = rollouter.stats()
         await self._control.post(
             "rollout",
             RolloutReport(
-                issued=counts.issued,
-                pending=counts.pending,
-                running=counts.running,
-                interrupted=counts.interrupted,
-                rewarded=counts.rewarded,
-                in_ring=counts.in_ring,
-                consumed=counts.consumed,
-                acknowledged=counts.acknowledged,
-                dropped=dict(counts.dropped),
+                counts=rollouter.counts(),
                 tokens_generated=stats.tokens_generated,
                 engine_busy_s=stats.engine_busy_s,
                 num_engines=stats.num_engines,

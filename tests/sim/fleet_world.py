@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from asyncrl.control.coordinator import Coordinator
+from asyncrl.control.ledger import LedgerCounts
 from asyncrl.control.messages import (
     CommitOrder,
     EngineInfo,
@@ -309,7 +310,7 @@ class FleetWorld:
 
     async def count_running(self, change: int) -> None:
         self.num_running += change
-        await self.coordinator.rollout_report(RolloutReport(running=self.num_running))
+        await self.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=self.num_running)))
 
     # --- faults ---
 

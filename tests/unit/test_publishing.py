@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from asyncrl.control.ledger import LedgerCounts
 from asyncrl.control.messages import (
     CommitOrder,
     EngineLost,
@@ -210,11 +211,11 @@ async def test_drain_waits_for_the_rollouter() -> None:
     fleet = Fleet(1, interrupt="drain")
     await fleet.join()
     await fleet.publish(0)
-    await fleet.coordinator.rollout_report(RolloutReport(running=3))
+    await fleet.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=3)))
     preparing = asyncio.ensure_future(fleet.prepare(1))
     await asyncio.sleep(0.05)
     assert fleet.coordinator.state.draining and not preparing.done()
-    await fleet.coordinator.rollout_report(RolloutReport(running=0))
+    await fleet.coordinator.rollout_report(RolloutReport())
     await asyncio.wait_for(preparing, 2.0)
     assert fleet.prepared == ("engine-0",)
 
@@ -223,7 +224,7 @@ async def test_drain_has_a_deadline_that_names_the_samples() -> None:
     fleet = Fleet(1, interrupt="drain")
     await fleet.join()
     await fleet.publish(0)
-    await fleet.coordinator.rollout_report(RolloutReport(running=3))
+    await fleet.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=3)))
     with pytest.raises(EngineError, match="3 samples still run"):
         await fleet.prepare(1)
     assert fleet.status("engine-0") is EngineStatus.SERVING and not fleet.coordinator.state.draining
