@@ -18,7 +18,7 @@ help:
 	@echo "make test        every test (under 25 minutes on two cores)"
 	@echo "make lint        ruff, mypy, clang-format"
 	@echo "make chaos-ring  the long proof of the sample ring"
-	@echo "make chaos-sim   many seeds of the rollouter simulator"
+	@echo "make chaos-sim   many seeds of the simulated rollouter and publications"
 	@echo "make layouts     every trainer layout into every engine layout, compared with a load from disk"
 	@echo "make bench       benchmarks against peers and physical bounds"
 
@@ -61,6 +61,7 @@ chaos-ring: $(BUILD_STAMP)
 
 chaos-sim: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 20000
+	$(RANK_ENV) $(BIN)/python -m tests.sim.fleet_run --seeds 20000
 
 layouts: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python -m scripts.check_layouts

@@ -1,4 +1,4 @@
-"""Write docs/config.md from asyncrl/config.py: one table per section, in the order of the source.
+"""Write docs/config.md from asyncrl/config/__init__.py: one table per section, in the order of the source.
 
     python scripts/config_docs.py            writes the file
     python scripts/config_docs.py --check    fails where the file is not current
@@ -41,7 +41,7 @@ TYPE_NAMES = {
 
 HEADER = f"""# Configuration
 
-<!-- Written by `{COMMAND}` from asyncrl/config.py; do not edit. -->
+<!-- Written by `{COMMAND}` from asyncrl/config/__init__.py; do not edit. -->
 
 A configuration is a TOML file with one table per section. Any value can be replaced on the command line:
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(source: str) -> str:
-    """The whole Markdown text for the source of asyncrl/config.py."""
+    """The whole Markdown text for the source of asyncrl/config/__init__.py."""
     lines = source.splitlines()
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     root = classes["Config"]

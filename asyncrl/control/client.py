@@ -27,6 +27,10 @@ class ControlError(RuntimeError):
     """The coordinator refused a request or cannot be reached."""
 
 
+class ControlRefused(ControlError):
+    """The state of the run does not allow the request; nothing was changed."""
+
+
 @dataclass(frozen=True)
 class ControlAddress:
     url: str
@@ -62,7 +66,7 @@ def _result(status: int, payload: bytes, path: str) -> Any:
     reason = f"HTTP {status} {payload.decode(errors='replace')[:200]}"
     if payload.startswith(b"{"):
         reason = json.loads(payload)["error"]
-    raise ControlError(f"coordinator, {path}: {reason}")
+    raise (ControlRefused if status == 409 else ControlError)(f"coordinator, {path}: {reason}")
 
 
 class ControlClient:

@@ -10,6 +10,9 @@ import enum
 
 from pydantic import BaseModel, ConfigDict
 
+from asyncrl.control.ledger import LedgerCounts
+from asyncrl.engines.base import WeightGroup
+
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,12 +28,13 @@ class Phase(enum.StrEnum):
 
 
 class EngineStatus(enum.StrEnum):
-    """Where one engine stands in the publication protocol."""
+    """Where one engine stands in the publication protocol (`asyncrl.control.protocol`)."""
 
-    JOINING = "joining"  # registered, not yet in a weight group
+    JOINING = "joining"  # up, without a version of the trainer's
     SERVING = "serving"  # verified and answering
-    PAUSED = "paused"  # prepared for a publication, or receiving it
-    QUARANTINED = "quarantined"  # its weights may be partly new; it gets no traffic
+    PREPARED = "prepared"  # out of service for a version that is on its way
+    QUARANTINED = "quarantined"  # its weights may be partly new; it gets no traffic until it is refilled
+    LOST = "lost"  # its process is gone, or fails whatever it is given
 
 
 class EngineInfo(Message):
@@ -38,31 +42,34 @@ class EngineInfo(Message):
     url: str
     api_key: str
     tp: int
+    incarnation: int = 0  # how often the engine was started before
     status: EngineStatus = EngineStatus.JOINING
-    policy_version: int = -1
-    reason: str = ""  # why it is quarantined
+    policy_version: int = -1  # that its weights are known to hold whole
+    reason: str = ""  # why it is quarantined or lost
+
+
+class EngineLost(Message):
+    """The process of one start of an engine is gone."""
+
+    name: str
+    incarnation: int
+    reason: str
 
 
 class ProcessInfo(Message):
-    """A process whose death ends the run."""
+    """A process whose death ends the run, or the engine to which it belongs."""
 
     name: str
     pid: int
     log: str | None = None
+    engine: str = ""
+    incarnation: int = 0  # of that engine
 
 
 class RolloutReport(Message):
     """The rollouter's counters, sent about once a second."""
 
-    issued: int = 0
-    pending: int = 0
-    running: int = 0
-    interrupted: int = 0
-    rewarded: int = 0
-    in_ring: int = 0
-    consumed: int = 0
-    acknowledged: int = 0
-    dropped: dict[str, int] = {}  # by reason
+    counts: LedgerCounts = LedgerCounts()
     tokens_generated: int = 0
     engine_busy_s: float = 0.0  # summed over engines, since the rollouter started
     num_engines: int = 0
@@ -92,23 +99,50 @@ class CheckpointDone(Message):
     oldest_step: int
 
 
-class WeightGroup(Message):
-    """Where an engine meets the trainer's ranks: a TCP store at the trainer's rank 0."""
+class JoinOrder(Message):
+    """Let an engine meet the trainer's ranks in a new weight group."""
 
     engine: str
-    master_address: str
-    master_port: int
-    rank_offset: int  # number of trainer ranks; engine rank r joins as rank_offset + r
-    world_size: int
-    group_name: str
-    backend: str
+    group: WeightGroup
+
+
+class Plan(Message):
+    """On what trainer and engine agreed when they met: who sends what, and what the engine holds."""
+
+    plan_hash: str
+    manifest_hash: str  # of name, shape and dtype of every parameter of every rank
+
+    def __str__(self) -> str:
+        return f"plan {self.plan_hash[:12]} for manifest {self.manifest_hash[:12]}"
+
+
+class Joined(Message):
+    """The trainer's side of a meeting: the plan, or why there is none."""
+
+    engine: str
+    plan: Plan | None = None
+    failure: str = ""
 
 
 class Publication(Message):
-    """One version for the named engines; the plan hash per engine must match the receiver's."""
+    """One version for the engines of ``plans``, of the membership that the trainer knows."""
 
     version: int
-    plan_hashes: dict[str, str]
+    epoch: int
+    plans: dict[str, Plan]
+
+
+class FlightName(Message):
+    """Which publication a TRANSFER, COMMIT or ABORT is about."""
+
+    version: int
+    epoch: int
+
+
+class CommitOrder(FlightName):
+    """All trainer ranks have sent; ``failures`` are the engines to which one of them could not."""
+
+    failures: dict[str, str] = {}
 
 
 class EngineVerification(Message):
@@ -122,7 +156,7 @@ class PublicationResult(Message):
     version: int
     committed: tuple[str, ...]
     failed: dict[str, str]  # engine -> reason
-    paused_s: dict[str, float]  # engine -> how long it answered nobody
+    paused_s: dict[str, float]  # engine that served before -> how long it answered nobody
     verification: dict[str, EngineVerification] = {}
 
 
@@ -141,6 +175,7 @@ class RunState(Message):
     phase: Phase = Phase.STARTING
     stop_requested: bool = False
     policy_version: int = -1  # last committed
+    epoch: int = 0  # grows with every change of the engines' membership
     start_step: int = -1  # -1 until the trainer has started; > 0 after a resume
     batches_trained: int = 0
     checkpoint_step: int = -1

@@ -15,19 +15,24 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from asyncrl.control.coordinator import Coordinator, ProtocolError
+from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.messages import (
     CheckpointDone,
+    CommitOrder,
     EngineInfo,
+    EngineLost,
+    FlightName,
     HeldOut,
+    Joined,
+    JoinOrder,
     Phase,
     ProcessInfo,
     Publication,
     RolloutReport,
     StepDone,
     TrainerStart,
-    WeightGroup,
 )
+from asyncrl.control.protocol import Refused
 from asyncrl.engines.base import EngineError
 
 LONGEST_POLL_S = 30.0
@@ -54,6 +59,7 @@ def build_app(coordinator: Coordinator, token: str) -> web.Application:
     app.router.add_get("/v1/state", state)
     routes: list[tuple[str, Handler]] = [
         ("engines", _route(EngineInfo, coordinator.register_engine)),
+        ("engines/lost", _route(EngineLost, coordinator.engine_lost)),
         ("processes", _route(ProcessInfo, coordinator.register_process)),
         ("trainer/start", _route(TrainerStart, coordinator.trainer_started)),
         ("trainer/step", _route(StepDone, coordinator.step_done)),
@@ -63,11 +69,12 @@ def build_app(coordinator: Coordinator, token: str) -> web.Application:
         ("phase", _route(Phase, coordinator.set_phase)),
         ("stop", _route(type(None), nothing)),
         ("failure", _route(str, coordinator.fail)),
-        ("weights/join", _route(WeightGroup, coordinator.join_weight_group)),
-        ("weights/joined", _route(str, coordinator.finish_joining)),
+        ("weights/join", _route(JoinOrder, coordinator.join_weight_group)),
+        ("weights/joined", _route(Joined, coordinator.joined)),
         ("weights/prepare", _route(Publication, prepare)),
-        ("weights/transfer", _route(dict[str, str], coordinator.transfer)),
-        ("weights/commit", _route(type(None), lambda _: coordinator.commit())),
+        ("weights/transfer", _route(FlightName, coordinator.transfer)),
+        ("weights/commit", _route(CommitOrder, coordinator.commit)),
+        ("weights/abort", _route(FlightName, coordinator.abort)),
     ]
     for path, handler in routes:
         app.router.add_post(f"/v1/{path}", handler)
@@ -119,7 +126,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except ValidationError as error:
         return web.json_response({"error": f"{request.path}: {error.errors()[0]['msg']}"}, status=400)
-    except ProtocolError as error:
+    except Refused as error:
         return web.json_response({"error": str(error)}, status=409)
     except EngineError as error:
         return web.json_response({"error": str(error)}, status=502)

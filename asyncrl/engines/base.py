@@ -10,6 +10,7 @@ Invariants that every implementation keeps:
   sampled so far and finish "interrupted"; sending the prompt and those tokens again goes on from there;
 * tokens sampled after new weights never read keys and values that the old weights computed;
 * `version()` changes only when every rank holds and has verified the whole new version;
+* an engine that dies hands back the tokens that had left it, as an interruption;
 * a request that cannot be served, a dead engine and a missed deadline are `EngineError`s whose one line
   names the engine.
 """

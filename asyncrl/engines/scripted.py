@@ -3,9 +3,9 @@
 Tokens are a pure function of the prefix, the seed and the policy version (`scripted_token`), so a test knows
 what any schedule of pauses, aborts and publications must yield. Behaviour towards its caller is that of
 `SGLangEngine`: every token carries the version at which it was sampled; "abort" ends running requests as
-interrupted with what they have; "retract" holds them; requests that arrive during a pause wait; a dead
-engine raises `EngineError`. Time passes only by `token_interval_s`, 0 of which yields to the event loop
-once per token.
+interrupted with what they have; "retract" holds them; requests that arrive during a pause wait; a death
+interrupts those that have tokens and is an `EngineError` to all others. Time passes only by
+`token_interval_s`, 0 of which yields to the event loop once per token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ScriptedEngine:
         return self._name
 
     def kill(self, reason: str = "was killed") -> None:
-        """Every running and later call fails."""
+        """Every later call fails, and every running one but a request that has tokens to hand back."""
         self._dead = reason
         self._announce()
 
@@ -174,8 +174,9 @@ class ScriptedEngine:
         while len(sampled) < request.max_new_tokens:
             await asyncio.sleep(self._token_interval_s)
             await self._until_running(request.rid)
-            self._check_alive()
-            if self._aborted[request.rid]:
+            if not sampled:
+                self._check_alive()
+            if self._aborted[request.rid] or self._dead is not None:
                 finish = INTERRUPTED
                 break
             seen_version = self._version if self._versioned_tokens else 0

@@ -8,7 +8,8 @@ Why things are as they are:
 * Every event of a stream carries the whole answer so far, so only the newest is kept, and parsed once.
   Requests without a stream lose their tokens when they are retracted and then aborted.
 * A request that the server holds during a pause, or has not read yet, does not hear an abort. So a stream
-  that outlives its abort by `ABORT_GRACE_S` is cut here: what has arrived is complete and attested.
+  that outlives its abort by `ABORT_GRACE_S` is cut here: what has arrived is complete and attested. The
+  same holds where the engine dies: its last event is an interruption, and the next request finds it dead.
 * Versions are read from the spans that the scheduler records token by token; the engine's current
   version says nothing about tokens that were sampled before an update.
 """
@@ -89,9 +90,9 @@ class SGLangEngine:
             self._start_grace(self._graces[rid])
 
     async def abort_all(self) -> None:
-        await self._post("/abort_request", {"rid": "", "abort_all": True})
-        for grace in self._graces.values():
+        for grace in self._graces.values():  # first, because the server may hang
             self._start_grace(grace)
+        await self._post("/abort_request", {"rid": "", "abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
         # SGLang's own mode "abort" polls once a second for the last request to end.
@@ -216,13 +217,14 @@ class SGLangEngine:
                 self._graces[request.rid] = grace
                 async for event in self._events(generate_body(request)):
                     newest = event
-        except aiohttp.ClientError as error:  # includes the time-out of connecting
-            raise self._unreachable(error) from error
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ClientError):  # of connecting
+                raise self._unreachable(error) from error
             if not grace.expired():
                 raise
-        except OSError as error:
-            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if not newest:
+                raise self._unreachable(error) from error
         finally:
             self._graces.pop(request.rid, None)
         return json.loads(newest) if newest else None

@@ -28,6 +28,7 @@ from asyncrl.engines.base import Engine, EngineError
 from asyncrl.engines.process import engine_command, free_port, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.launch.child import Child
+from asyncrl.launch.engines import engine_name
 from asyncrl.launch.warden import descendants
 from asyncrl.rollout.service import RolloutService
 from asyncrl.weights.geometry import ModelGeometry
@@ -85,29 +86,50 @@ class CoordinatorActor:
 class EngineActor:
     """Starts one engine and registers it when it answers."""
 
-    def __init__(self, config_json: str, engine_idx: int, url: str, token: str, log: str) -> None:
+    def __init__(
+        self, config_json: str, engine_idx: int, incarnation: int, url: str, token: str, log: str
+    ) -> None:
         log_to(Path(log).with_suffix(".owner.log"))
         self._config = Config.model_validate_json(config_json)
         self._engine_idx = engine_idx
+        self._incarnation = incarnation
         self._control = AsyncControlClient(ControlAddress(url, token))
         self._log = Path(log)
 
     async def start(self) -> None:
-        """Bring the engine up; a failure is reported to the coordinator."""
-        name = f"engine-{self._engine_idx}"
-        await self._control.post(
-            "processes", ProcessInfo(name=f"{name} owner", pid=os.getpid(), log=str(self._log))
-        )
+        """Bring the engine up; a failure is the run's, that of a restart ends this actor alone."""
+        name = engine_name(self._engine_idx)
+        await self._register(name, "owner", os.getpid())
         try:
             await self._start(name)
         except EngineError as error:
-            await self._control.post("failure", str(error))
+            if not self._incarnation:
+                await self._control.post("failure", str(error))
+                return
+            print(error, flush=True)
+            os._exit(1)
+
+    async def _register(self, name: str, label: str, pid: int) -> None:
+        info = ProcessInfo(
+            name=f"{name} {label}",
+            pid=pid,
+            log=str(self._log),
+            engine=name if self._config.engine.replicas > 1 else "",
+            incarnation=self._incarnation,
+        )
+        await self._control.post("processes", info)
 
     async def _start(self, name: str) -> None:
         config = self._config
         port = config.engine.port + self._engine_idx if config.engine.port else free_port()
         token = secrets.token_hex(16)
-        info = EngineInfo(name=name, url=f"http://127.0.0.1:{port}", api_key=token, tp=config.engine.tp)
+        info = EngineInfo(
+            name=name,
+            url=f"http://127.0.0.1:{port}",
+            api_key=token,
+            tp=config.engine.tp,
+            incarnation=self._incarnation,
+        )
         command = engine_command(
             config.engine,
             model_path=config.model.path.absolute(),
@@ -129,8 +151,7 @@ class EngineActor:
         )
         await engine.close()
         for pid, label in _labelled(descendants(self._child.pid)):
-            info_of = ProcessInfo(name=f"{name} {label}", pid=pid, log=str(self._log))
-            await self._control.post("processes", info_of)
+            await self._register(name, label, pid)
         await self._control.post("engines", info)
 
 

@@ -7,7 +7,7 @@
 Every part is below a warden whose pipe this process holds, so nothing survives it, whatever kills it. The
 run ends in one of three ways: finished (the rollouter said so after the last evaluation), stopped (a
 signal: the trainer saves, a resumable directory stays), failed (the first death or the first reported
-failure is shown; exit code 1).
+failure is shown; exit code 1). The death of one of several engines ends nothing: see `EngineFleet`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from asyncrl.control.client import ControlAddress, ControlClient, ControlError
 from asyncrl.control.messages import Phase, RunState
 from asyncrl.launch.actors import COORDINATOR_NAME, CoordinatorActor, EngineActor, RolloutActor
 from asyncrl.launch.child import Child
+from asyncrl.launch.engines import EngineFleet, engine_log
 from asyncrl.launch.ray_head import RayError, RayHead, start_ray
 from asyncrl.launch.warden import descendants
 from asyncrl.launch.watch import Watched, Watcher
@@ -43,6 +44,7 @@ RAY_DAEMONS = ("gcs_server", "raylet")
 
 OnState = Callable[[RunState], None]
 OnPhase = Callable[[str], None]
+OnEngine = Callable[[str], None]  # told in one line what became of an engine
 
 
 class RunFailed(RuntimeError):
@@ -56,16 +58,26 @@ class RunStopped(RuntimeError):
 class LocalRun:
     """Starts and supervises one run. Use once: `run`, then `close` (always)."""
 
-    def __init__(self, config: Config, log_dir: Path, ring_dir: Path, on_phase: OnPhase, on_state: OnState):
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        ring_dir: Path,
+        on_phase: OnPhase,
+        on_state: OnState,
+        on_engine: OnEngine,
+    ) -> None:
         self._config = config
         self._log_dir = log_dir
         self._ring_dir = ring_dir  # below /dev/shm; removed when the run ends, however it ends
         self._on_phase = on_phase
         self._on_state = on_state
+        self._on_engine = on_engine
         self._watcher = Watcher()
         self._ray: RayHead | None = None
         self._trainer: Child | None = None
         self._control: ControlClient | None = None
+        self._fleet: EngineFleet | None = None
         self._watched: set[int] = set()
         self._interrupts = 0
         self._starting = False
@@ -129,10 +141,14 @@ class LocalRun:
         self._check()
         self._on_phase("starting engines and trainer")
         self._trainer = self._start_trainer(address)
-        for engine_idx in range(config.engine.replicas):
-            log = str(self._log_dir / f"engine-{engine_idx}.log")
-            engine = EngineActor.remote(config_json, engine_idx, url, token, log)  # type: ignore[attr-defined]
-            self._actors += [engine, engine.start.remote()]
+
+        def start_engine(engine_idx: int, incarnation: int) -> object:
+            log = str(engine_log(self._log_dir, engine_idx))
+            engine = EngineActor.remote(config_json, engine_idx, incarnation, url, token, log)  # type: ignore[attr-defined]
+            self._actors.append(engine.start.remote())
+            return engine
+
+        self._fleet = EngineFleet(config, start_engine, self._on_engine)
         log = str(self._log_dir / "rollouter.log")
         rollouter = RolloutActor.remote(config_json, url, token, log)  # type: ignore[attr-defined]
         self._actors += [rollouter, rollouter.run.remote()]
@@ -179,29 +195,46 @@ class LocalRun:
             self.last_state = state
             for process in state.processes:
                 log = Path(process.log) if process.log else None
-                self._watch(Watched(process.name, process.pid, log))
+                self._watch(Watched(process.name, process.pid, log, process.engine, process.incarnation))
             self._on_state(state)
+            self._follow_engines(state)
             if state.failure:
                 self._fail_with_death(state.failure)
             if state.phase is Phase.FINISHED:
                 self._watcher.expect_ends()
                 return state
 
+    def _follow_engines(self, state: RunState) -> None:
+        if self._fleet is None or state.phase is Phase.FINISHED:
+            return
+        try:
+            cause = self._fleet.follow(self._require_control(), self._watcher.take_engine_deaths(), state)
+        except ControlError as error:
+            self._fail_with_death(str(error))
+        if cause is not None:
+            raise RunFailed(cause.describe())
+
+    def _cause_of_end(self) -> str | None:
+        """The first death that the run cannot do without, in words."""
+        engines = None
+        if self._fleet is not None:
+            engines = self._fleet.cause(self._watcher.take_engine_deaths(), self.last_state)
+        cause = engines or self._watcher.first_death
+        return cause.describe() if cause is not None else None
+
     def _check(self) -> None:
         """Raise when a part died or a signal came."""
-        death = self._watcher.first_death
-        if death is not None:
-            raise RunFailed(death.describe())
+        if self._watcher.first_death is not None:
+            raise RunFailed(self._cause_of_end())
         if self._interrupts:
             self._save_and_stop()
 
     def _fail_with_death(self, reason: str) -> NoReturn:
         """A reported failure is often the consequence of a death that is about to be noticed."""
         deadline = time.monotonic() + 1.0
-        while self._watcher.first_death is None and time.monotonic() < deadline:
+        while (cause := self._cause_of_end()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        death = self._watcher.first_death
-        raise RunFailed(death.describe() if death is not None else reason)
+        raise RunFailed(cause or reason)
 
     def _save_and_stop(self) -> None:
         """Let the trainer save at its next step; do not wait longer than the grace."""

@@ -46,6 +46,11 @@ class Session:
         self._events.phase(name)
         self._progress.update()
 
+    def on_engine(self, message: str) -> None:
+        """What became of an engine that was lost."""
+        self._events.write("engine", message=message)
+        self._progress.update()
+
     def on_state(self, state: RunState) -> None:
         """Show what is new since the last call."""
         before, self._seen = self._seen, state
@@ -67,7 +72,7 @@ class Session:
     def finish(self, state: RunState) -> Summary:
         """Write summary.json and report.html."""
         accuracy = {result.label: result.accuracy for result in state.held_out}
-        rollout = state.rollout
+        counts = state.rollout.counts
         summary = Summary(
             heldout_before=accuracy.get("before"),
             heldout_after=accuracy.get("after"),
@@ -75,9 +80,9 @@ class Session:
             seconds=round(time.monotonic() - self._started, 1),
             peak_rss_gib=round(self._memory.peak_gib, 2),
             publications=state.publications,
-            samples_issued=rollout.issued,
-            samples_trained=rollout.consumed + rollout.acknowledged,
-            samples_dropped=sum(rollout.dropped.values()),
+            samples_issued=counts.issued,
+            samples_trained=counts.consumed + counts.acknowledged,
+            samples_dropped=counts.num_dropped,
         )
         write_summary(self._run, summary)
         write_report(self._run)
@@ -102,7 +107,7 @@ def run_command(config: Config) -> int:
     events = EventLog(run.path)
     with Progress(run, config.observe.display, Console()) as progress:
         session = Session(config, run, progress)
-        local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state)
+        local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state, session.on_engine)
         try:
             state = local.run()
             code, message = 0, ""

@@ -2,7 +2,8 @@
 
 One thread sleeps in poll() on the pidfds of all watched processes. Whatever ends first unexpectedly is
 *the* death of the run: what follows (torchrun ending the other ranks, SGLang ending its tree) is its
-consequence and is not reported. Nothing here ends or reaps a process.
+consequence and is not reported. Deaths of an engine that the run can do without are kept apart, for whoever
+starts it again. Nothing here ends or reaps a process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Watched:
     name: str  # for example "trainer rank 1"
     pid: int
     log: Path | None
+    engine: str = ""  # whose death this process's death is; empty: the run's
+    incarnation: int = 0  # of that engine
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,10 @@ class Death:
 
     def describe(self) -> str:
         """One line, then the end of the process's log."""
-        head = f"{self.process.name} (pid {self.process.pid}) died first: {describe_status(self.status)}"
-        return "\n".join([head, *self._log_tail()])
+        return "\n".join([self.headline(), *self._log_tail()])
+
+    def headline(self) -> str:
+        return f"{self.process.name} (pid {self.process.pid}) died first: {describe_status(self.status)}"
 
     def _log_tail(self) -> list[str]:
         if self.process.log is None or not self.process.log.exists():
@@ -49,6 +54,7 @@ class Watcher:
         self._lock = threading.Lock()
         self._watched: dict[int, Watched] = {}  # by pidfd
         self._first: Death | None = None
+        self._of_engines: list[Death] = []
         self._ended = threading.Event()
         self._expected = False
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -75,6 +81,12 @@ class Watcher:
     def first_death(self) -> Death | None:
         return self._first
 
+    def take_engine_deaths(self) -> list[Death]:
+        """Those of engines since the last call, in order."""
+        with self._lock:
+            taken, self._of_engines = self._of_engines, []
+        return taken
+
     def expect_ends(self) -> None:
         """From now on processes may end: the run is over or being stopped."""
         self._expected = True
@@ -90,7 +102,12 @@ class Watcher:
 
     def _record(self, death: Death) -> None:
         # rank 0 of a finished trainer exits with status 0: not a death
-        if self._first is None and not self._expected and death.status != 0:
+        if self._expected or death.status == 0:
+            return
+        if death.process.engine:
+            with self._lock:
+                self._of_engines.append(death)
+        elif self._first is None:
             self._first = death
 
     def _run(self) -> None:

@@ -3,8 +3,9 @@
     {"time": unix seconds, "kind": "phase", ...fields}
 
 Kinds that the displays and the report know: phase (name), publication (version, seconds), heldout (label,
-accuracy, num_tasks, policy_version), checkpoint (step), alarm (step, level, message), death (process, reason)
-and the ends finished, stopped, failed (message). Others are kept and shown as they are.
+accuracy, num_tasks, policy_version), checkpoint (step), engine (message: lost, started again, back), alarm
+(step, level, message), death (process, reason) and the ends finished, stopped, failed (message). Others are
+kept and shown as they are.
 """
 
 from __future__ import annotations

@@ -112,6 +112,10 @@ class Rollouter:
         """Use a replica that serves the current policy version."""
         self._state.router.add(name, engine)
 
+    def uses_engine(self, name: str) -> bool:
+        """Whether requests go to a replica; one that failed too often gets none until it is added again."""
+        return name in self._state.router.names
+
     def remove_engine(self, name: str, reason: str) -> None:
         """Send nothing more to a replica; what runs there ends or fails by itself."""
         self._state.router.remove(name, reason)

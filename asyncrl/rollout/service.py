@@ -11,6 +11,7 @@ trainer's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from asyncrl.control.messages import (
 )
 from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import PromptSource, open_prompts
-from asyncrl.engines.base import Engine
+from asyncrl.engines.base import Engine, EngineError
 from asyncrl.rewards.base import Reward
 from asyncrl.rewards.load import open_reward
 from asyncrl.ring.ring import Ring
@@ -41,6 +42,8 @@ from asyncrl.rollout.sinks import RingSink
 
 REPORT_INTERVAL_S = 1.0
 POLL_S = 10.0
+RETIRE_TIMEOUT_S = 5.0
+OUT_OF_SERVICE = (EngineStatus.QUARANTINED, EngineStatus.LOST)
 
 EngineFactory = Callable[[EngineInfo], Engine]
 
@@ -54,6 +57,9 @@ class RolloutService:
         self._make_engine = make_engine
         self._template = ChatTemplate(config.model.path)
         self._engines: dict[str, Engine] = {}
+        self._incarnations: dict[str, int] = {}  # of those engines
+        self._retired: list[Engine] = []  # requests may still be running there
+        self._version = -1  # of the state that was followed last
         self._state = RunState()
         self._publication_seen = asyncio.Event()
 
@@ -72,7 +78,7 @@ class RolloutService:
             await self._control.post("phase", Phase.FINISHED)
         finally:
             await reward.close()
-            for engine in self._engines.values():
+            for engine in (*self._engines.values(), *self._retired):
                 await engine.close()
             await self._control.close()
 
@@ -88,7 +94,7 @@ class RolloutService:
                     "waited for the trainer's first publication; see the logs of trainer and engines"
                 )
             await self._poll()
-        self._follow_engines(None)
+        await self._follow_engines(None)
 
     # --- held-out evaluation ---
 
@@ -160,7 +166,7 @@ class RolloutService:
             if running.done():
                 return
             state = await self._poll()
-            self._follow_engines(rollouter)
+            await self._follow_engines(rollouter)
             rollouter.on_version(state.policy_version, state.batches_trained)
             if state.checkpoint_step > 0:
                 await rollouter.on_checkpoint(state.checkpoint_step, state.oldest_checkpoint_step)
@@ -173,17 +179,33 @@ class RolloutService:
         if self._state.checkpoint_step > 0:
             await rollouter.on_checkpoint(self._state.checkpoint_step, self._state.oldest_checkpoint_step)
 
-    def _follow_engines(self, rollouter: Rollouter | None) -> None:
+    async def _follow_engines(self, rollouter: Rollouter | None) -> None:
+        """Use the engines that serve; what runs on one that does not goes on elsewhere.
+
+        An engine that the rollouter gave up, though it serves, gets another chance with every version.
+        """
+        is_new, self._version = self._version != self._state.policy_version, self._state.policy_version
         for info in self._state.engines:
-            known = info.name in self._engines
-            if info.status is EngineStatus.QUARANTINED and known:
-                del self._engines[info.name]
-                if rollouter is not None:
-                    rollouter.remove_engine(info.name, info.reason)
-            elif info.status is EngineStatus.SERVING and not known:
+            other = self._incarnations.get(info.name) != info.incarnation
+            if info.name in self._engines and (other or info.status in OUT_OF_SERVICE):
+                await self._retire(info, rollouter)
+            if info.status is not EngineStatus.SERVING:
+                continue
+            is_unknown = info.name not in self._engines
+            if is_unknown:
                 self._engines[info.name] = self._make_engine(info)
-                if rollouter is not None:
-                    rollouter.add_engine(info.name, self._engines[info.name])
+                self._incarnations[info.name] = info.incarnation
+            if rollouter is not None and (is_unknown or (is_new and not rollouter.uses_engine(info.name))):
+                rollouter.add_engine(info.name, self._engines[info.name])
+
+    async def _retire(self, info: EngineInfo, rollouter: Rollouter | None) -> None:
+        engine = self._engines.pop(info.name)
+        self._retired.append(engine)
+        if rollouter is not None:
+            rollouter.remove_engine(info.name, info.reason or f"{info.name} was started again")
+        with contextlib.suppress(EngineError, TimeoutError):  # a dead one has ended its requests itself
+            async with asyncio.timeout(RETIRE_TIMEOUT_S):
+                await engine.abort_all()
 
     async def _report_forever(self, rollouter: Rollouter) -> None:
         while True:
@@ -191,19 +213,11 @@ class RolloutService:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _report(self, rollouter: Rollouter) -> None:
-        counts, stats = rollouter.counts(), rollouter.stats()
+        stats = rollouter.stats()
         await self._control.post(
             "rollout",
             RolloutReport(
-                issued=counts.issued,
-                pending=counts.pending,
-                running=counts.running,
-                interrupted=counts.interrupted,
-                rewarded=counts.rewarded,
-                in_ring=counts.in_ring,
-                consumed=counts.consumed,
-                acknowledged=counts.acknowledged,
-                dropped=dict(counts.dropped),
+                counts=rollouter.counts(),
                 tokens_generated=stats.tokens_generated,
                 engine_busy_s=stats.engine_busy_s,
                 num_engines=stats.num_engines,

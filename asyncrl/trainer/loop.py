@@ -5,7 +5,8 @@
 
 What blocks what: the loop waits for the ring only when rollouts are slower than training; engines wait for
 the loop only while a publication pauses them. Batch b (0-based) is trained at policy version b, and makes
-version b + 1. Rank 0 decides (go on, stop) and broadcasts, so all ranks take the same path.
+version b + 1. While it waits for a batch, the loop brings engines that came back up to the current version.
+Rank 0 decides (train, stop, catch up) and broadcasts, so all ranks take the same path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from asyncrl.types import Sample
 from megatron_ext.parallel import RankInfo
 from megatron_ext.policy import MegatronPolicy, StepStats
 
-BATCH_POLL_S = 1.0  # how soon a wait for a batch notices that the run is to stop
+BATCH_POLL_S = 1.0  # how soon a wait for a batch notices that something else is to be done
+
+TRAIN, STOP, CATCH_UP = "train", "stop", "catch up"  # what rank 0 decides between two steps
 
 
 class BatchTimeout(RuntimeError):
@@ -109,7 +112,7 @@ class TrainingLoop:
         saved_step = first_step if first_step > 0 else -1
         while step < config.train.steps:
             started = time.monotonic()
-            samples = self._next_batch()
+            samples = self._next_batch(step)
             if samples is None:
                 break
             waited = time.monotonic()
@@ -129,11 +132,20 @@ class TrainingLoop:
         if control:
             control.post("phase", Phase.FINISHING)
 
-    def _next_batch(self) -> list[Sample] | None:
-        """This replica's share of the next batch, or None when the run is to stop here."""
-        batch = self._batch_or_stop(self._control) if self._control else None
-        if not broadcast_json({"go": batch is not None})["go"]:
-            return None
+    def _next_batch(self, version: int) -> list[Sample] | None:
+        """This replica's share of the next batch, or None when the run is to stop here.
+
+        Engines that came back meanwhile get ``version``, the current one.
+        """
+        deadline = time.monotonic() + self._config.train.batch_timeout_s
+        while True:
+            batch, decision = self._batch_or_else(self._control, deadline) if self._control else (None, "")
+            decision = broadcast_json({"decision": decision})["decision"]
+            if decision == STOP:
+                return None
+            if decision == TRAIN:
+                break
+            self._publisher.catch_up(version)
         if batch is None:
             batch = self._group.get_batch(self._share, timeout=self._config.train.batch_timeout_s)
         with batch:
@@ -141,19 +153,21 @@ class TrainingLoop:
             batch.ack()
         return samples
 
-    def _batch_or_stop(self, control: ControlClient) -> Batch | None:
-        """Rank 0's share, as soon as it is there; None when the run is to stop instead.
+    def _batch_or_else(self, control: ControlClient, deadline: float) -> tuple[Batch | None, str]:
+        """Rank 0's share, as soon as it is there; or what is to be done instead.
 
         Raises:
-            BatchTimeout: neither happened within the deadline.
+            BatchTimeout: nothing happened by the deadline.
         """
-        deadline = time.monotonic() + self._config.train.batch_timeout_s
         reason = ""
         while time.monotonic() < deadline:
-            if self._stop_signal.received or control.state().stop_requested:
-                return None
+            state = control.state()
+            if self._stop_signal.received or state.stop_requested:
+                return None, STOP
+            if self._publisher.has_news(state):
+                return None, CATCH_UP
             try:
-                return self._group.get_batch(self._share, timeout=BATCH_POLL_S)
+                return self._group.get_batch(self._share, timeout=BATCH_POLL_S), TRAIN
             except RingTimeout as error:
                 reason = str(error)
         raise BatchTimeout(

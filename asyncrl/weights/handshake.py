@@ -9,6 +9,7 @@ waits for a rank that has given up.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ from asyncrl.weights.transport import EngineEndpoint, join_group
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """What comes out of it; ``manifest_hash`` is of all that the engine's ranks reported."""
+
+    group: dist.ProcessGroup
+    plan: TransferPlan
+    manifest_hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class Handshake:
     """What trainer rank ``rank`` knows when it meets an engine; ``senders`` is the whole trainer."""
 
@@ -35,7 +45,7 @@ class Handshake:
     bucket_bytes: int
     timeout_s: float
 
-    def meet(self, endpoint: EngineEndpoint, loads: Sequence[int]) -> tuple[dist.ProcessGroup, TransferPlan]:
+    def meet(self, endpoint: EngineEndpoint, loads: Sequence[int]) -> Meeting:
         """Called by all trainer ranks together, while the engine's ranks connect.
 
         Raises:
@@ -47,24 +57,25 @@ class Handshake:
             on_all_ranks(
                 lambda: joined.append(join_group(endpoint, self.rank, num_senders, backend, self.timeout_s))
             )
-            plan = self._agree_on_plan(endpoint, joined[0], loads)
+            plan, manifest_hash = self._agree_on_plan(endpoint, joined[0], loads)
         except WeightUpdateError:
             for group in joined:  # this rank may have joined although another could not
                 dist.destroy_process_group(group)
             raise
-        return joined[0], plan
+        return Meeting(joined[0], plan, manifest_hash)
 
     def _agree_on_plan(
         self, endpoint: EngineEndpoint, group: dist.ProcessGroup, loads: Sequence[int]
-    ) -> TransferPlan:
+    ) -> tuple[TransferPlan, str]:
         collected = on_all_ranks(lambda: self._collect_manifests(endpoint, group))
-        manifests = json.loads(gather_messages(collected)[0])
+        told = gather_messages(collected)[0]
+        manifests = json.loads(told)
         plan = on_all_ranks(lambda: self._plan(endpoint, group, manifests, loads))
         hashes = gather_messages(plan.plan_hash.encode())
         if len(set(hashes)) > 1:
             raise WeightUpdateError(f"engine {endpoint.name}: the trainer ranks made different plans")
         on_all_ranks(lambda: self._instruct(group, plan))
-        return plan
+        return plan, hashlib.sha256(told).hexdigest()
 
     def _collect_manifests(self, endpoint: EngineEndpoint, group: dist.ProcessGroup) -> bytes:
         if self.rank != 0:

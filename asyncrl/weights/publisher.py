@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from asyncrl.weights.collective import exchange_layouts, gather_messages
 from asyncrl.weights.geometry import ModelError, ModelGeometry
-from asyncrl.weights.handshake import Handshake
+from asyncrl.weights.handshake import Handshake, Meeting
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.receiver import WeightUpdateError
@@ -51,9 +51,12 @@ class PublishStats:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    group: dist.ProcessGroup
-    plan: TransferPlan
+    meeting: Meeting
     sender: BucketSender
+
+    @property
+    def plan(self) -> TransferPlan:
+        return self.meeting.plan
 
 
 class Publisher:
@@ -98,9 +101,9 @@ class Publisher:
         loads = [0] * len(self._handshake.senders)
         for connection in self._connections.values():
             loads = [sum(pair) for pair in zip(loads, connection.plan.sent_bytes(), strict=True)]
-        group, plan = self._handshake.meet(endpoint, loads)
-        sender = BucketSender(plan, self._handshake.rank, group, self._tensors)
-        self._connections[endpoint.name] = _Connection(group, plan, sender)
+        meeting = self._handshake.meet(endpoint, loads)
+        sender = BucketSender(meeting.plan, self._handshake.rank, meeting.group, self._tensors)
+        self._connections[endpoint.name] = _Connection(meeting, sender)
 
     def publish(self, endpoints: Sequence[EngineEndpoint], version: int) -> PublishStats:
         """Send one version to connected engines; the parameters must not change meanwhile.
@@ -129,6 +132,10 @@ class Publisher:
         """Of a connected engine; the engine is told it with every version."""
         return self._connections[engine].plan.plan_hash
 
+    def manifest_hash(self, engine: str) -> str:
+        """Of what a connected engine said that it holds."""
+        return self._connections[engine].meeting.manifest_hash
+
     def is_connected(self, engine: str) -> bool:
         return engine in self._connections
 
@@ -136,7 +143,7 @@ class Publisher:
         """Leave an engine's group; does nothing for an engine that failed and was left before."""
         connection = self._connections.pop(engine, None)
         if connection is not None:
-            dist.destroy_process_group(connection.group)
+            dist.destroy_process_group(connection.meeting.group)
 
     def _send(self, connection: _Connection, version: int) -> tuple[int, str]:
         """Bytes sent, and why it failed, or an empty string."""

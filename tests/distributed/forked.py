@@ -21,14 +21,19 @@ REPO = Path(__file__).resolve().parents[2]
 
 def fork_roles(roles: Mapping[str, Callable[[], None]], directory: Path) -> None:
     """Run every role in a process of its own; exits with 1 if any of them failed."""
+    failed = run_roles(roles, directory)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def run_roles(roles: Mapping[str, Callable[[], None]], directory: Path) -> list[str]:
+    """The same; returns the names of those that failed."""
     processes = {}
     for name, action in roles.items():
         process = os.fork()
         if process == 0:
             _run_role(name, action, directory)
         processes[process] = name
-    failed = [name for process, name in processes.items() if os.waitpid(process, 0)[1] != 0]
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    return [name for process, name in processes.items() if os.waitpid(process, 0)[1] != 0]
 
 
 def _run_role(name: str, action: Callable[[], None], directory: Path) -> None:

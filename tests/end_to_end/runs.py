@@ -109,3 +109,12 @@ def assert_gone(pids: list[int]) -> None:
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         assert time.monotonic() < deadline, f"left running: {commands}"
         time.sleep(0.05)
+
+
+def assert_trained_once(run: Run, num_steps: int) -> None:
+    """Every group was released into exactly one batch, over both attempts."""
+    seen: dict[int, int] = {}
+    for step in range(1, num_steps + 1):
+        for line in (run.directory / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            assert seen.setdefault(record["group_id"], step) == step

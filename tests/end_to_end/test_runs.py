@@ -16,7 +16,15 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.observe.metrics import KEYS
-from tests.end_to_end.runs import ROOT, Run, assert_gone, shared_memory, start_run, started
+from tests.end_to_end.runs import (
+    ROOT,
+    Run,
+    assert_gone,
+    assert_trained_once,
+    shared_memory,
+    start_run,
+    started,
+)
 
 START_S = 300.0
 
@@ -114,15 +122,6 @@ def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path
     assert summary["steps"] == done + 3
     assert summary["samples_trained"] == (done + 3) * 16
     assert_trained_once(again, done + 3)
-
-
-def assert_trained_once(run: Run, num_steps: int) -> None:
-    """Every group was released into exactly one batch, over both attempts."""
-    seen: dict[int, int] = {}
-    for step in range(1, num_steps + 1):
-        for line in (run.directory / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            assert seen.setdefault(record["group_id"], step) == step
 
 
 @pytest.mark.parametrize(

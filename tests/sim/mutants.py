@@ -1,7 +1,7 @@
-"""Planted defects of the rollouter, each of which the simulator must find; one that survives means that the
-rules are blind there.
+"""Planted defects, each of which the simulator must find; one that survives means that the rules are blind
+there.
 
-A mutant replaces one piece of one module's text. `planted` imports a fresh copy of the rollouter and of the
+A mutant replaces one piece of one module's text. `planted` imports a fresh copy of rollouter, coordinator and
 simulator with it and puts the originals back afterwards.
 """
 
@@ -14,7 +14,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -24,7 +24,9 @@ REPO = Path(__file__).parents[2]
 RELOADED = (
     "asyncrl.rollout",
     "asyncrl.control",
+    "tests.sim.fleet",
     "tests.sim.parts",
+    "tests.sim.protocol_model",
     "tests.sim.world",
     "tests.sim.rules",
     "tests.sim.run",
@@ -41,17 +43,18 @@ def _later(write):
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` must occur once in ``module``."""
+    """``old`` must occur once in ``module``; ``by`` says who must find it, where there are several."""
 
     name: str
     module: str
     old: str
     new: str
+    by: str = ""
 
 
 def read_mutants(path: Path) -> tuple[Mutant, ...]:
     tables = tomllib.loads(path.read_text())["mutant"]
-    return tuple(Mutant(t["name"], f"asyncrl.{t['module']}", t["old"], t["new"]) for t in tables)
+    return tuple(Mutant(**{**table, "module": f"asyncrl.{table['module']}"}) for table in tables)
 
 
 MUTANTS = read_mutants(Path(__file__).with_name("mutants.toml"))
@@ -89,15 +92,15 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 @contextlib.contextmanager
-def planted(mutant: Mutant) -> Iterator[Callable[[int], Any]]:
-    """The simulator's `run_seed` over a rollouter that has the defect."""
+def planted(mutant: Mutant, simulator: str = "tests.sim.run") -> Iterator[Any]:
+    """The simulator's module over code that has the defect."""
     originals = {name: module for name, module in sys.modules.items() if name.startswith(RELOADED)}
     finder = _Finder(mutant)
     for name in originals:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
-        yield importlib.import_module("tests.sim.run").run_seed
+        yield importlib.import_module(simulator)
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.startswith(RELOADED)]:
@@ -110,5 +113,5 @@ def planted(mutant: Mutant) -> Iterator[Callable[[int], Any]]:
 
 def first_seed_that_finds(mutant: Mutant, num_seeds: int) -> int | None:
     """The first seed whose run fails with the defect planted, or None when it survives them all."""
-    with planted(mutant) as run_seed:
-        return next((seed for seed in range(num_seeds) if run_seed(seed).failure), None)
+    with planted(mutant) as run:
+        return next((seed for seed in range(num_seeds) if run.run_seed(seed).failure), None)

@@ -121,3 +121,12 @@ def test_the_documentation_is_current() -> None:
         env={"PYTHONPATH": str(REPO)},
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_pause_that_the_engine_cannot_honour_is_refused_with_the_reason() -> None:
+    for mode in ("abort", "retract", "drain"):
+        assert with_settings(rollout={"interrupt": mode}).rollout.interrupt == mode
+    with pytest.raises(
+        ConfigError, match=r'"in_place" cannot be honoured: .*keys and values.* use "retract"'
+    ):
+        with_settings(rollout={"interrupt": "in_place"})

@@ -131,6 +131,18 @@ def test_failures_are_engine_errors_that_name_the_engine() -> None:
     asyncio.run(run())
 
 
+def test_a_death_hands_back_what_was_sampled() -> None:
+    async def run() -> None:
+        engine = ScriptedEngine("e3", token_interval_s=0.01)
+        task = asyncio.create_task(engine.generate(request(max_new_tokens=500), 5.0))
+        await asyncio.sleep(0.1)
+        engine.kill()
+        generation = await task
+        assert generation.finish == INTERRUPTED and 0 < len(generation.token_ids) < 500
+
+    asyncio.run(run())
+
+
 def test_generate_keeps_its_deadline_while_paused() -> None:
     async def run() -> None:
         engine = ScriptedEngine("e4")

@@ -90,3 +90,21 @@ def test_a_process_that_is_gone_already_is_a_death() -> None:
 )
 def test_a_status_is_described(status: int | None, words: str) -> None:
     assert words in describe_status(status)
+
+
+def test_the_death_of_an_engine_is_kept_apart() -> None:
+    engine, other = sleeper(), sleeper()
+    watcher = Watcher()
+    watcher.add(Watched("engine-1 scheduler", engine.pid, None, "engine-1", 2))
+    watcher.add(Watched("other", other.pid, None))
+    engine.kill()
+    deadline = time.monotonic() + 5
+    while not (deaths := watcher.take_engine_deaths()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(death.process.engine, death.process.incarnation) for death in deaths] == [("engine-1", 2)]
+    assert watcher.first_death is None and watcher.take_engine_deaths() == []
+    other.kill()
+    assert wait_for_death(watcher).process.name == "other"
+    watcher.close()
+    for process in (engine, other):
+        process.wait()

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from asyncrl.config.checks import batch_problems, soundness_problems
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -122,7 +124,10 @@ class RolloutConfig(Section):
     max_prompt_tokens: Positive = 1024  # longer prompts are skipped
     temperature: PositiveFloat = 1.0  # of sampling, and of every logprob in the loss
     max_staleness: NonNegative = 1  # versions between a sample's oldest token and the trainer
-    interrupt: Literal["abort", "retract", "drain"] = "abort"  # running samples at a publication
+    # running samples at a publication: abort ends them with what they have, to go on from there; retract
+    # keeps them in the engine; drain lets them end first; in_place is refused, for SGLang would go on with
+    # keys and values of the old weights
+    interrupt: Literal["abort", "retract", "in_place", "drain"] = "abort"
     request_timeout_s: PositiveFloat = 300.0  # longest wait for one answer of an engine
     seed: int = 0
 
@@ -138,6 +143,7 @@ class EngineConfig(Section):
     max_running_requests: Positive = 64  # samples that one engine generates at a time
     port: NonNegative = 0  # of the first engine, the next ones follow; 0: any free port
     start_timeout_s: PositiveFloat = 300.0  # longest wait for an engine to serve
+    max_restarts: NonNegative = 2  # of each of several replicas; with one replica its death ends the run
     extra_args: tuple[str, ...] = ()  # handed to SGLang's launcher as they are
 
 
@@ -246,47 +252,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        problems = [*_batch_problems(self), *_soundness_problems(self)]
+        problems = [*batch_problems(self), *soundness_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-
-def _batch_problems(config: Config) -> list[str]:
-    problems = []
-    prompts, dp = config.train.prompts_per_step, config.parallel.dp
-    if prompts % dp:
-        nearest = max(dp, round(prompts / dp) * dp)
-        problems.append(
-            f"train.prompts_per_step = {prompts} is not a multiple of parallel.dp = {dp}"
-            f" (each replica takes the same number of groups); nearest: {nearest}"
-        )
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > config.engine.context_length:
-        problems.append(
-            f"rollout.max_prompt_tokens + max_new_tokens = {longest} exceeds"
-            f" engine.context_length = {config.engine.context_length}; set it to {longest} or more"
-        )
-    return problems
-
-
-def _soundness_problems(config: Config) -> list[str]:
-    problems = []
-    if config.rollout.max_staleness > 0 and config.algorithm.correction == "none":
-        problems.append(
-            f"rollout.max_staleness = {config.rollout.max_staleness} trains on stale samples, which"
-            ' algorithm.correction = "none" does not correct; use "truncated_is" or max_staleness = 0'
-        )
-    if config.train.samples_per_prompt < 2:
-        problems.append(
-            f"algorithm.advantage = {config.algorithm.advantage!r} compares the samples of a group;"
-            f" train.samples_per_prompt = {config.train.samples_per_prompt} leaves none; use 2 or more"
-        )
-    if config.data.path is not None and config.eval.num_tasks > 0 and config.eval.path is None:
-        problems.append(
-            "eval.num_tasks > 0 with data.path needs eval.path, the rows that are never trained on"
-        )
-    return problems
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,0 +1,239 @@
+"""Carries the publication protocol out on real engines: what `asyncrl.control.protocol` decides, with I/O.
+
+    trainer leader            here                                engine (every TP rank)
+    prepare(v)        ->      pause, or drain and pause           ->  interrupt running samples, hold new ones
+    transfer(v)       ->      start receive_weights               ->  receive buckets, verify, all ranks agree
+    [all trainer ranks send their buckets to the engines' ranks, nobody in between]
+    commit(v)         ->      await every receive                 ->  verified: resume as version v
+                                                                      not: stay paused, quarantined
+
+A state is decided before anything follows from it, and looked at again after every wait: an engine may be
+lost, or start again, at any point. Every wait has a deadline; a flight that its trainer does not end is
+aborted. What may happen in which order is the pure machine's to say; this module only adds time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from asyncrl.control import protocol
+from asyncrl.control.messages import (
+    CommitOrder,
+    EngineVerification,
+    FlightName,
+    Publication,
+    PublicationResult,
+)
+from asyncrl.control.protocol import Flight
+from asyncrl.control.roster import MARGIN_S, Roster, Seat, outcome
+from asyncrl.engines.base import EngineError, PauseMode
+
+
+class Publishing:
+    """The flights of a run. Not thread-safe: one event loop owns it.
+
+    Args:
+        pause: "abort", "retract" or "drain" (``rollout.interrupt``).
+        timeout_s: deadline of pausing, of one transfer, of resuming.
+        probe_prompts: token ids whose logprobs are part of every result, if any.
+        drain: returns when no sample is running; raises EngineError after its deadline.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        pause: str,
+        timeout_s: float,
+        probe_prompts: tuple[tuple[int, ...], ...],
+        drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._roster = roster
+        self._drain = drain if pause == "drain" else None
+        self._pause_mode: PauseMode = "abort" if pause == "abort" else "retract"
+        self._timeout_s = timeout_s
+        self._probe_prompts = probe_prompts
+        self._overdue: asyncio.TimerHandle | None = None
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    async def prepare(self, publication: Publication) -> tuple[str, ...]:
+        """Take the engines out of service and pause them; returns those that are ready to receive.
+
+        Raises:
+            Refused: see `protocol.prepare`.
+            EngineError: the samples did not drain in time; the engines serve as before.
+        """
+        roster, before = self._roster, self._roster.fleet
+        roster.fleet = protocol.prepare(before, publication.version, publication.epoch, publication.plans)
+        order = FlightName(version=publication.version, epoch=publication.epoch)
+        flight = self._in_flight("PREPARE", order)
+        for name in flight.waiting:
+            roster.seat(name).served = before.members[name].version >= 0
+        limit_s = 4 * self._timeout_s + 2 * MARGIN_S
+        self._overdue = asyncio.get_running_loop().call_later(limit_s, self._abort_later, order, limit_s)
+        await roster.changed()
+        if self._drain is not None and any(roster.seat(name).served for name in flight.waiting):
+            try:
+                await self._drain()
+            except EngineError as error:
+                await self.abort(order, str(error))
+                raise
+        await asyncio.gather(*(self._pause(flight, name) for name in sorted(flight.waiting)))
+        return tuple(sorted(self._in_flight("PREPARE", order).waiting))
+
+    async def _pause(self, flight: Flight, name: str) -> None:
+        seat = self._roster.seat(name)
+        if seat.paused_at is not None or not self._waits_for(flight, seat):
+            return
+        seat.paused_at = asyncio.get_running_loop().time()
+        if not await self._step(flight, seat, seat.engine.pause(self._pause_mode), self._timeout_s, "pause"):
+            seat.paused_at = None
+
+    async def transfer(self, order: FlightName) -> None:
+        """Let the paused engines receive; the trainer's ranks send from now on."""
+        roster = self._roster
+        roster.fleet = protocol.begin_transfer(roster.fleet, order.version, order.epoch)
+        flight = self._in_flight("TRANSFER", order)
+        for name in flight.waiting:
+            seat = roster.seat(name)
+            seat.cancel()
+            seat.work = asyncio.ensure_future(self._receive(flight, seat))
+        await roster.changed()
+
+    async def _receive(self, flight: Flight, seat: Seat) -> None:
+        plan = self._roster.fleet.members[seat.info.name].plan
+        assert plan is not None, "only engines with a plan take part"
+        receiving = seat.engine.receive_weights(
+            "publish", seat.group, flight.version, plan.plan_hash, self._timeout_s
+        )
+        what = f"verify version {flight.version}"
+        ok = await self._step(flight, seat, receiving, self._timeout_s + MARGIN_S, what)
+        if ok and self._probe_prompts:
+            checksums = self._take_checksums(seat)
+            ok = await self._step(flight, seat, checksums, self._timeout_s, "give checksums")
+        if ok:
+            self._roster.fleet = protocol.verified(
+                self._roster.fleet, flight.version, flight.epoch, seat.info.name
+            )
+
+    async def _take_checksums(self, seat: Seat) -> None:
+        seat.checksums = tuple(await seat.engine.checksums())
+
+    async def _step(
+        self, flight: Flight, seat: Seat, work: Coroutine[Any, Any, None], timeout_s: float, what: str
+    ) -> bool:
+        """One engine's step in a flight; returns whether it is still in it. One that fails leaves it."""
+        name = seat.info.name
+        reason = await outcome(asyncio.ensure_future(work), timeout_s, f"{name} did not {what}")
+        if not self._waits_for(flight, seat):
+            return False
+        if reason:
+            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason)
+            await self._roster.changed()
+        return not reason
+
+    async def commit(self, order: CommitOrder) -> PublicationResult:
+        """Wait for every receive; engines that verified serve, the others are quarantined.
+
+        Raises:
+            Refused: another publication is in flight, or none, or this one is not transferring.
+            EngineError: the version reached no engine and is not committed.
+        """
+        for name in sorted(self._in_flight("COMMIT", order).waiting):
+            work = self._roster.seat(name).work
+            if work is not None:
+                with contextlib.suppress(asyncio.CancelledError):  # of the work: its engine was lost
+                    await asyncio.shield(work)  # has a deadline of its own
+        flight = self._in_flight("COMMIT", order)
+        for name in sorted(flight.verified & order.failures.keys()):  # has no sender any more
+            self._roster.fleet = protocol.failed(self._roster.fleet, name, order.failures[name])
+        flight = self._in_flight("COMMIT", order)
+        self._roster.fleet = protocol.commit(self._roster.fleet, order.version, order.epoch)
+        self._flight_is_over()
+        return await self._serve(flight)
+
+    async def _serve(self, flight: Flight) -> PublicationResult:
+        """Resume those that verified; the rollouter learns of them when they run."""
+        seats = [self._roster.seat(name) for name in sorted(flight.verified)]
+        paused_s = dict(await asyncio.gather(*(self._resume(seat) for seat in seats)))
+        verification = {s.info.name: v for s in seats if (v := await self._probe(s)) is not None}
+        serving = [seat for seat in seats if self._roster.holds(seat)]
+        await self._roster.changed()
+        if not serving:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(flight.failed.items()))
+            raise EngineError(f"version {flight.version} reached no engine: {reasons or 'none is left'}")
+        return PublicationResult(
+            version=flight.version,
+            committed=tuple(seat.info.name for seat in serving),
+            failed=dict(flight.failed),
+            paused_s={seat.info.name: paused_s[seat.info.name] for seat in serving if seat.served},
+            verification=verification,
+        )
+
+    async def _resume(self, seat: Seat) -> tuple[str, float]:
+        """Returns name and seconds of the pause; an engine that cannot resume is lost."""
+        work = asyncio.ensure_future(seat.engine.resume())
+        reason = await outcome(work, self._timeout_s, f"{seat.info.name} did not resume")
+        paused_at, seat.paused_at = seat.paused_at, None
+        if reason:
+            self._lose(seat, reason)
+        now = asyncio.get_running_loop().time()
+        return seat.info.name, now - (now if paused_at is None else paused_at)
+
+    async def _probe(self, seat: Seat) -> EngineVerification | None:
+        """Checksums, and the logprobs of the fixed prompts, for which the engine must answer."""
+        if not self._probe_prompts or not self._roster.holds(seat):
+            return None
+        try:
+            logprobs = [tuple(await seat.engine.logprobs(prompt)) for prompt in self._probe_prompts]
+        except EngineError as error:
+            self._lose(seat, str(error))
+            return None
+        return EngineVerification(checksums=seat.checksums, logprobs=tuple(logprobs))
+
+    def _lose(self, seat: Seat, reason: str) -> None:
+        info, fleet = seat.info, self._roster.fleet
+        self._roster.fleet = protocol.lost(fleet, info.name, info.incarnation, reason)
+
+    async def abort(self, order: FlightName, reason: str) -> None:
+        """End a flight without its trainer; see the protocol's invariant 4."""
+        flight = self._in_flight("ABORT", order)
+        self._roster.fleet = protocol.abort(self._roster.fleet, order.version, order.epoch, reason)
+        self._flight_is_over()
+        waiting = [self._roster.seat(name) for name in sorted(flight.waiting)]
+        for seat in waiting:
+            seat.cancel()
+        serving: Iterable[Seat] = (self._roster.seat(name) for name in sorted(flight.verified))
+        if not flight.transferring:
+            serving = (seat for seat in waiting if seat.served and seat.paused_at is not None)
+        await asyncio.gather(*(self._resume(seat) for seat in serving))
+        await self._roster.changed()
+
+    def _abort_later(self, order: FlightName, limit_s: float) -> None:
+        reason = f"the trainer did not end the publication of version {order.version} within {limit_s:.0f} s"
+        task = asyncio.ensure_future(self.abort(order, reason))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    def _flight_is_over(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _in_flight(self, what: str, order: FlightName) -> Flight:
+        return protocol.in_flight(self._roster.fleet, what, order.version, order.epoch)
+
+    def _waits_for(self, flight: Flight, seat: Seat) -> bool:
+        """Whether the flight is under way and this incarnation has yet to verify or fail."""
+        now = self._roster.fleet.flight
+        if now is None or (now.version, now.epoch) != (flight.version, flight.epoch):
+            return False
+        return seat.info.name in now.waiting and self._roster.holds(seat)
+
+    def close(self) -> None:
+        self._flight_is_over()
+        for task in self._aborting:
+            task.cancel()
