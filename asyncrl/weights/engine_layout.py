@@ -35,7 +35,7 @@ def engine_shards(
     embedding = "model.embed_tokens.weight"
     shards = [vocab_parallel(embedding, embedding, *vocabulary, tp_size, tp_rank)]
     for layer_idx in range(geometry.num_layers):
-        shards += _layer(geometry, layer_idx, tp_size, tp_rank, ep_size)
+        shards += engine_layer(geometry, layer_idx, tp_size, tp_rank, ep_size)
     shards.append(replicated("model.norm.weight", "model.norm.weight", geometry.hidden_size))
     if not geometry.tied_embeddings:
         shards.append(vocab_parallel("lm_head.weight", "lm_head.weight", *vocabulary, tp_size, tp_rank))
@@ -74,9 +74,10 @@ def check_manifest(
         )
 
 
-def _layer(
+def engine_layer(
     geometry: ModelGeometry, layer_idx: int, tp_size: int, tp_rank: int, ep_size: int
 ) -> list[ShardLayout]:
+    """One layer, counted from 0."""
     table = layer_table(geometry, layer_idx)
     layer = LayerTensors(geometry, f"model.layers.{layer_idx}.", table.tensors)
     shards: list[ShardLayout] = []

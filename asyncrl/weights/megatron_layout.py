@@ -64,7 +64,7 @@ def megatron_shards(geometry: ModelGeometry, coord: MegatronCoord) -> tuple[Shar
             _vocabulary(geometry, coord, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
         )
     for local_idx, layer_number in enumerate(coord.layer_numbers):
-        shards += _layer(geometry, coord, f"decoder.layers.{local_idx}.", layer_number - 1)
+        shards += megatron_layer(geometry, coord, f"decoder.layers.{local_idx}.", layer_number - 1)
     if coord.has_output:
         shards.append(replicated("decoder.final_layernorm.weight", "model.norm.weight", geometry.hidden_size))
         if not (geometry.tied_embeddings and coord.has_embedding):
@@ -98,7 +98,10 @@ def _vocabulary(geometry: ModelGeometry, coord: MegatronCoord, name: str, tensor
     )
 
 
-def _layer(geometry: ModelGeometry, coord: MegatronCoord, local: str, layer_idx: int) -> list[ShardLayout]:
+def megatron_layer(
+    geometry: ModelGeometry, coord: MegatronCoord, local: str, layer_idx: int
+) -> list[ShardLayout]:
+    """One layer, counted from 0; ``local`` is the prefix of its parameters."""
     table = layer_table(geometry, layer_idx)
     layer = LayerTensors(geometry, f"model.layers.{layer_idx}.", table.tensors)
     shards: list[ShardLayout] = []
