@@ -170,6 +170,18 @@ def pairs_of(moves: Moves) -> tuple[Ints, int]:
     return pair.reshape(-1).astype(np.int64), len(distinct)
 
 
+def message_rounds(counts: Ints) -> tuple[Ints, Ints, Ints]:
+    """(pair, number within the pair, round) of every message, where pair p has ``counts[p]``.
+
+    Pairs with fewer messages than there are rounds begin at different rounds, so that they do not meet.
+    """
+    pair = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)
+    num_rounds = int(counts.max(initial=1))
+    phase = (pair * 40503) & ((1 << _PHASE_BITS) - 1)
+    return pair, number, ((number << _PHASE_BITS) + phase) * num_rounds // (counts[pair] << _PHASE_BITS)
+
+
 def cut_messages(moves: Moves, counts: Ints, num_receivers: int) -> tuple[Moves, Messages]:
     """Cut every pair's moves, between rows, into ``counts[pair]`` messages of equal size.
 
@@ -184,14 +196,10 @@ def cut_messages(moves: Moves, counts: Ints, num_receivers: int) -> tuple[Moves,
     totals = np.zeros(num_pairs, dtype=np.int64)
     np.add.at(totals, pair, sizes)
     pair_starts = np.cumsum(totals) - totals
-    cut_pair = np.repeat(np.arange(num_pairs), counts)
-    number = np.arange(len(cut_pair)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cut_pair, number, when = message_rounds(counts)
     cuts = pair_starts[cut_pair] + totals[cut_pair] * number // counts[cut_pair]
     index, first, rows, passed = _cut_line(starts, moves.rows, moves.row_bytes, cuts)
     message = passed - 1  # a cut lies at the start of every message, that of each pair's first included
-    num_rounds = int(counts.max(initial=1))
-    phase = (np.arange(num_pairs) * 40503) & ((1 << _PHASE_BITS) - 1)
-    when = ((number << _PHASE_BITS) + phase[cut_pair]) * num_rounds // (counts[cut_pair] << _PHASE_BITS)
     parts = moves.row_parts(index, first, rows)
     turn = (parts.receiver - parts.sender) % max(num_receivers, 1)
     order = np.lexsort((message, parts.sender, turn, when[message]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.layout import layer_table
@@ -110,6 +111,7 @@ def _number(name: str, value: str, option: str) -> int:
     return int(value)
 
 
+@lru_cache(maxsize=16)
 def stage_sizes(geometry: ModelGeometry, split: TrainerSplit) -> tuple[int, ...]:
     """Layers of each virtual stage, in the order of the model.
 
