@@ -10,8 +10,8 @@ one before has been posted. Three strategies over the same moves:
 * relay: each replica gets a stripe of a bucket, and the replicas gather the stripes from each other.
 
 The bound: the fullest receiver's bytes, or the bytes that only a set of ranks holds over their links, times
-the copies that they must send; and the latency of the first byte. The simulation adds up rounds: a round lasts
-as long as its fullest link; the first bucket must be packed and the last one unpacked while links are idle.
+the copies that they must send; and the latency of the first byte. The simulation adds up rounds: a round
+lasts as long as its fullest link; the first bucket is packed and the last one unpacked while links are idle.
 """
 
 from __future__ import annotations
