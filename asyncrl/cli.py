@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--limit", type=int, default=8, help="rows to try")
     reward.set_defaults(command=_reward)
 
+    plan = commands.add_parser("plan", help="what a cluster would do, from a config.json alone")
+    _add_plan_weights(plan.add_subparsers(required=True, metavar="WHAT"))
+
     doctor = commands.add_parser("doctor", help="what this machine has, what it lacks, and how to fix it")
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(command=_doctor)
@@ -85,6 +89,24 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("--clear", action="store_true", help="remove a ring that no process has open")
     ring.set_defaults(command=_ring)
     return parser
+
+
+def _add_plan_weights(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    weights = subjects.add_parser("weights", help="a publication: bytes, bound, time, memory, balance")
+    weights.add_argument("--model", type=Path, required=True, help="a directory with a config.json")
+    weights.add_argument(
+        "--trainer", required=True, help="tp=4,pp=4,cp=2,ep=16; also vpp, dp, etp, layers=3/5"
+    )
+    weights.add_argument("--engine", required=True, help="tp=32,ep=8")
+    weights.add_argument("--replicas", type=int, default=1, help="engines")
+    weights.add_argument("--bandwidth", type=float, default=50.0, help="of a rank's link, GB/s each way")
+    weights.add_argument("--latency", type=float, default=150.0, help="of a round of messages, microseconds")
+    weights.add_argument("--strategy", choices=("p2p", "broadcast", "relay"), default="")
+    dtypes = ("bfloat16", "float32")
+    weights.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of both sides' parameters")
+    weights.add_argument("--engine-dtype", choices=dtypes, help="of the engine's, where it differs")
+    weights.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    weights.set_defaults(command=_plan_weights)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -143,6 +165,33 @@ def _reward(options: argparse.Namespace) -> int:
             f"{trial.prompt.messages[-1]['content'][:60]!r}  {trial.completion[:60]!r}  ->  {outcome}{parts}"
         )
     return 1 if any(trial.result.error for trial in trials) else 0
+
+
+def _plan_weights(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from asyncrl.weights.cost import Links
+    from asyncrl.weights.geometry import ModelGeometry
+    from asyncrl.weights.model_plan import PlanRequest, plan_model
+    from asyncrl.weights.plan_table import plan_tables
+    from asyncrl.weights.splits import engine_split, trainer_split
+
+    plan = plan_model(
+        PlanRequest(
+            geometry=ModelGeometry.from_hf(options.model, allow_fp8=True),
+            trainer=trainer_split(options.trainer),
+            engine=engine_split(options.engine),
+            num_replicas=options.replicas,
+            links=Links(options.bandwidth * 1e9, options.latency * 1e-6),
+            strategy=options.strategy,
+            trainer_dtype=options.dtype,
+            engine_dtype=options.engine_dtype or options.dtype,
+        )
+    )
+    Console().print(plan_tables(plan))
+    if options.json:
+        options.json.write_text(json.dumps(plan.figures(), indent=2) + "\n")
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -86,8 +86,14 @@ def transformer_config(
     """megatron's configuration of this model under this layout.
 
     Raises:
-        ModelError: the layers cannot be cut evenly, or the heads do not divide by TP.
+        ModelError: the layers cannot be cut evenly, or the heads do not divide by TP, or the trainer cannot
+            build such layers yet.
     """
+    if geometry.untrainable:
+        raise ModelError(
+            f"{geometry.family} has {geometry.untrainable}, which the trainer cannot build yet;"
+            " name a dense model (llama, qwen2, qwen3)"
+        )
     num_chunks = layout.pp * layout.vpp
     if geometry.num_layers % num_chunks:
         raise ModelError(

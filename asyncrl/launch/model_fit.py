@@ -14,6 +14,11 @@ from asyncrl.weights.geometry import ModelGeometry
 
 def model_fit_problems(config: Config, geometry: ModelGeometry, *, on_cpu: bool) -> list[str]:
     """Every rule that trainer, engine or sample lengths break; empty when the model fits."""
+    if geometry.untrainable:
+        return [
+            f"model.path: {geometry.family} has {geometry.untrainable}, which the trainer cannot build yet;"
+            " name a dense model (llama, qwen2, qwen3)"
+        ]
     return [
         *_trainer_problems(config, geometry),
         *_pipeline_problems(config, geometry),

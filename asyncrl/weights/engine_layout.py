@@ -1,41 +1,41 @@
 """Which rectangles of Hugging Face tensors each parameter of an SGLang rank holds.
 
 Names are those of `model.named_parameters()` on one tensor-parallel rank. The shapes here are what the model
-and TP size imply; `check_manifest` compares them with the live engine's own, so nothing is assumed.
+and the parallel sizes imply; `check_manifest` compares them with the live engine's own: nothing is assumed.
+
+Of E experts under expert parallelism ep of tp, rank j holds E / ep, from the (j // m E / ep)-th on, and of
+each the part j % m of m = tp / ep (SGLang's `runtime_context.py`: moe_ep_rank, moe_tp_rank).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncrl.weights.cuts import LayerTensors, expert_shard, row_shard
 from asyncrl.weights.geometry import ModelError, ModelGeometry
-from asyncrl.weights.layout import (
-    Block,
-    ShardLayout,
-    part_size,
-    replicated,
-    row_parallel,
-    stacked,
-    vocab_parallel,
-)
+from asyncrl.weights.layout import ShardLayout, layer_table, part_size, replicated, vocab_parallel
 
 VOCAB_MULTIPLE = 64
 """SGLang pads its vocabulary to a multiple of this (times TP where TP does not divide the result)."""
 
 
-def engine_shards(geometry: ModelGeometry, tp_size: int, tp_rank: int) -> tuple[ShardLayout, ...]:
+def engine_shards(
+    geometry: ModelGeometry, tp_size: int, tp_rank: int, ep_size: int = 1
+) -> tuple[ShardLayout, ...]:
     """The layout of every parameter of one engine rank; a tied head is no parameter of its own.
 
     Raises:
         ModelError: the model cannot be cut so.
     """
+    if tp_size % ep_size:
+        raise ModelError(f"engine ep {ep_size} does not divide its tp {tp_size}; choose a divisor")
     if not 0 <= tp_rank < tp_size:
         raise ModelError(f"engine tensor-parallel rank {tp_rank} of {tp_size}")
     vocabulary = (geometry.vocab_size, padded_vocab(geometry.vocab_size, tp_size), geometry.hidden_size)
     embedding = "model.embed_tokens.weight"
     shards = [vocab_parallel(embedding, embedding, *vocabulary, tp_size, tp_rank)]
     for layer_idx in range(geometry.num_layers):
-        shards += _layer(geometry, tp_size, tp_rank, f"model.layers.{layer_idx}.")
+        shards += engine_layer(geometry, layer_idx, tp_size, tp_rank, ep_size)
     shards.append(replicated("model.norm.weight", "model.norm.weight", geometry.hidden_size))
     if not geometry.tied_embeddings:
         shards.append(vocab_parallel("lm_head.weight", "lm_head.weight", *vocabulary, tp_size, tp_rank))
@@ -74,56 +74,23 @@ def check_manifest(
         )
 
 
-def _layer(geometry: ModelGeometry, tp_size: int, tp_rank: int, prefix: str) -> list[ShardLayout]:
-    hidden, ffn = geometry.hidden_size, geometry.ffn_hidden_size
-    height = part_size(ffn, tp_size, "ffn_hidden_size")
-    halves = [
-        Block(f"{prefix}mlp.{half}_proj.weight", tp_rank * height, 0, height, hidden)
-        for half in ("gate", "up")
-    ]
-    down = f"{prefix}mlp.down_proj.weight"
-    norms = (f"{prefix}input_layernorm.weight", f"{prefix}post_attention_layernorm.weight")
-    return [
-        replicated(norms[0], norms[0], hidden),
-        *_attention(geometry, tp_size, tp_rank, f"{prefix}self_attn."),
-        replicated(norms[1], norms[1], hidden),
-        stacked(f"{prefix}mlp.gate_up_proj.weight", halves, hidden),
-        row_parallel(down, down, hidden, ffn, tp_size, tp_rank),
-    ]
-
-
-def _attention(geometry: ModelGeometry, tp_size: int, tp_rank: int, prefix: str) -> list[ShardLayout]:
-    hidden, dim = geometry.hidden_size, geometry.head_dim
-    out = f"{prefix}o_proj.weight"
-    shards = [
-        stacked(
-            f"{prefix}qkv_proj.weight", _qkv(geometry, tp_size, tp_rank, prefix, "weight", hidden), hidden
-        ),
-        row_parallel(out, out, hidden, geometry.num_heads * dim, tp_size, tp_rank),
-    ]
-    if geometry.attention_bias:
-        bias = _qkv(geometry, tp_size, tp_rank, prefix, "bias", 1)
-        shards.append(stacked(f"{prefix}qkv_proj.bias", bias, None))
-    if geometry.qk_norm:
-        norms = (f"{prefix}{part}_norm.weight" for part in ("q", "k"))
-        shards += [replicated(norm, norm, dim) for norm in norms]
+def engine_layer(
+    geometry: ModelGeometry, layer_idx: int, tp_size: int, tp_rank: int, ep_size: int
+) -> list[ShardLayout]:
+    """One layer, counted from 0."""
+    table = layer_table(geometry, layer_idx)
+    layer = LayerTensors(geometry, f"model.layers.{layer_idx}.", table.tensors)
+    shards: list[ShardLayout] = []
+    for row in table.engine:
+        if not row.has_experts:
+            shards.append(row_shard(layer.prefix + row.name, row, row.cut, layer, tp_size, tp_rank))
+            continue
+        moe_tp = tp_size // ep_size
+        num_experts = geometry.moe.num_experts if geometry.moe else 0
+        num_local = part_size(num_experts, ep_size, "experts over engine ep")
+        first = tp_rank // moe_tp * num_local
+        experts = range(first, first + num_local)
+        shards.append(
+            expert_shard(layer.prefix + row.name, row, layer, experts, moe_tp, tp_rank % moe_tp, stacked=True)
+        )
     return shards
-
-
-def _qkv(
-    geometry: ModelGeometry, tp_size: int, tp_rank: int, prefix: str, kind: str, cols: int
-) -> list[Block]:
-    """[local query heads, local key heads, local value heads]; fewer KV heads than ranks are replicated."""
-    dim = geometry.head_dim
-    q_rows = part_size(geometry.num_heads, tp_size, "attention heads") * dim
-    if tp_size >= geometry.num_kv_heads:
-        replicas = part_size(tp_size, geometry.num_kv_heads, "engine TP over key/value heads")
-        kv_first, kv_rows = tp_rank // replicas * dim, dim
-    else:
-        kv_rows = part_size(geometry.num_kv_heads, tp_size, "key/value heads") * dim
-        kv_first = tp_rank * kv_rows
-    return [
-        Block(f"{prefix}q_proj.{kind}", tp_rank * q_rows, 0, q_rows, cols),
-        Block(f"{prefix}k_proj.{kind}", kv_first, 0, kv_rows, cols),
-        Block(f"{prefix}v_proj.{kind}", kv_first, 0, kv_rows, cols),
-    ]

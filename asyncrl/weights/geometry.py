@@ -2,8 +2,8 @@
 
     config.json -> ModelGeometry -> layouts of the trainer (megatron_layout) and of the engine (engine_layout)
 
-A family is one row of ``FAMILIES``: the architecture that config.json names, and what its layers carry beyond
-the common ones. A variant that the layouts would get wrong is refused here, by name.
+An architecture is one file of `asyncrl.weights.families`. A variant that the layouts would get wrong is
+refused here, by name.
 """
 
 from __future__ import annotations
@@ -19,22 +19,6 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """What distinguishes an architecture: RMSNorm on each query and key head; bias on q, k and v."""
-
-    name: str
-    qk_norm: bool = False
-    qkv_bias: bool = False
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama"),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Llama3Rope:
     """Llama 3.1's stretching of RoPE frequencies to longer contexts, as config.json gives it."""
 
@@ -45,8 +29,30 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeGeometry:
+    """Mixture-of-experts layers; ``dense_layers`` counts from 0 and names those that have none."""
+
+    num_experts: int
+    expert_ffn: int
+    shared_ffn: int  # of all shared experts together; 0 where there is none
+    has_bias: bool  # a float32 correction per expert beside the router
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MlaGeometry:
+    """Multi-head latent attention; ``q_rank`` 0 means that the query has no low-rank projection."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes and switches of a dense decoder; enough to build it and to lay its parameters out."""
+    """The sizes and switches of a decoder; enough to lay its parameters out."""
 
     family: str
     num_layers: int
@@ -54,7 +60,7 @@ class ModelGeometry:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int  # of dense layers
     vocab_size: int
     tied_embeddings: bool
     qk_norm: bool
@@ -63,6 +69,8 @@ class ModelGeometry:
     rope_scaling: Llama3Rope | None
     norm_eps: float
     max_position: int
+    moe: MoeGeometry | None = None
+    mla: MlaGeometry | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -70,39 +78,58 @@ class ModelGeometry:
                 f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key/value heads"
             )
 
+    @property
+    def untrainable(self) -> str:
+        """Why the trainer cannot build this model, in a few words; empty where it can."""
+        parts = []
+        if self.moe is not None:
+            parts.append("mixture-of-experts layers")
+        if self.mla is not None:
+            parts.append("multi-head latent attention")
+        return " and ".join(parts)
+
+    def is_moe_layer(self, layer_idx: int) -> bool:
+        """Whether layer ``layer_idx``, counted from 0, has experts."""
+        return self.moe is not None and layer_idx not in self.moe.dense_layers
+
     @staticmethod
-    def from_hf(directory: Path) -> ModelGeometry:
-        """Read ``directory/config.json``.
+    def from_hf(directory: Path, *, allow_fp8: bool = False) -> ModelGeometry:
+        """Read ``directory/config.json``; ``allow_fp8`` takes a checkpoint of fp8 blocks for its sizes alone.
 
         Raises:
             ModelError: no readable config.json, an unknown architecture, or a variant that is not supported.
         """
+        from asyncrl.weights.families import FAMILIES  # they describe layers by this very class
+
         config = _read_config(directory)
         architecture = (config.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)
         if family is None:
             known = ", ".join(FAMILIES)
             raise ModelError(f"{directory}: architecture {architecture} is not supported; known: {known}")
-        _refuse_variants(directory, config, family)
-        num_heads = _required(directory, config, "num_attention_heads")
-        hidden_size = _required(directory, config, "hidden_size")
+        _refuse_variants(directory, config, family.name, qkv_bias=family.qkv_bias)
+        _refuse_quantised(directory, config, allow_fp8=allow_fp8)
+        num_heads = required(directory, config, "num_attention_heads")
+        hidden_size = required(directory, config, "hidden_size")
         rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
         return ModelGeometry(
             family=family.name,
-            num_layers=_required(directory, config, "num_hidden_layers"),
+            num_layers=required(directory, config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_dim=config.get("head_dim") or hidden_size // num_heads,
-            ffn_hidden_size=_required(directory, config, "intermediate_size"),
-            vocab_size=_required(directory, config, "vocab_size"),
+            ffn_hidden_size=required(directory, config, "intermediate_size"),
+            vocab_size=required(directory, config, "vocab_size"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_norm=family.qk_norm,
             attention_bias=family.qkv_bias,
             rope_theta=float(rope.get("rope_theta", 10000.0)),
-            rope_scaling=_rope_scaling(directory, rope),
+            rope_scaling=None if family.rope_is_its_own else _rope_scaling(directory, rope),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_position=_required(directory, config, "max_position_embeddings"),
+            max_position=required(directory, config, "max_position_embeddings"),
+            moe=family.read_moe(directory, config) if family.read_moe else None,
+            mla=family.read_mla(directory, config) if family.read_mla else None,
         )
 
 
@@ -117,22 +144,27 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _required(directory: Path, config: dict[str, Any], key: str) -> int:
-    if key not in config:
+def required(directory: Path, config: dict[str, Any], key: str) -> int:
+    """An integer of config.json, or a `ModelError` that names the key."""
+    if config.get(key) is None:
         raise ModelError(f"{directory}/config.json: {key} is missing")
     return int(config[key])
 
 
-def _refuse_variants(directory: Path, config: dict[str, Any], family: Family) -> None:
-    if config.get("attention_bias") and not family.qkv_bias:
-        raise ModelError(f"{directory}: {family.name} with attention_bias is not supported")
+def _refuse_variants(directory: Path, config: dict[str, Any], name: str, *, qkv_bias: bool) -> None:
+    if config.get("attention_bias") and not qkv_bias:
+        raise ModelError(f"{directory}: {name} with attention_bias is not supported")
     if config.get("mlp_bias"):
-        raise ModelError(f"{directory}: {family.name} with mlp_bias is not supported")
+        raise ModelError(f"{directory}: {name} with mlp_bias is not supported")
     if config.get("use_sliding_window"):
-        raise ModelError(f"{directory}: {family.name} with use_sliding_window is not supported")
+        raise ModelError(f"{directory}: {name} with use_sliding_window is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{directory}: hidden_act {config['hidden_act']} is not supported; known: silu")
-    if config.get("quantization_config"):
+
+
+def _refuse_quantised(directory: Path, config: dict[str, Any], *, allow_fp8: bool) -> None:
+    quantised = config.get("quantization_config")
+    if quantised and not (allow_fp8 and quantised.get("quant_method") == "fp8"):
         raise ModelError(f"{directory}: quantised weights cannot be trained; name the unquantised model")
 
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from asyncrl.weights.families import BY_NAME
+from asyncrl.weights.family import LayerTable
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 
 
@@ -37,6 +40,7 @@ class ShardLayout:
     name: str
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
+    dtype: str = ""  # fixed for this parameter, for example float32; empty means the model's own
 
     @property
     def rows(self) -> int:
@@ -61,32 +65,27 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def hf_tensors(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the checkpoint, in file order; a tied head is no tensor."""
-    hidden, ffn = geometry.hidden_size, geometry.ffn_hidden_size
-    q_rows, kv_rows = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_rows, hidden),
-        "self_attn.k_proj.weight": (kv_rows, hidden),
-        "self_attn.v_proj.weight": (kv_rows, hidden),
-        "self_attn.o_proj.weight": (hidden, q_rows),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
-    }
-    if geometry.attention_bias:
-        layer |= {"self_attn.q_proj.bias": (q_rows,)}
-        layer |= {"self_attn.k_proj.bias": (kv_rows,), "self_attn.v_proj.bias": (kv_rows,)}
-    if geometry.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (geometry.head_dim,)}
-        layer |= {"self_attn.k_norm.weight": (geometry.head_dim,)}
+    hidden = geometry.hidden_size
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (geometry.vocab_size, hidden)}
     for layer_idx in range(geometry.num_layers):
-        tensors |= {f"model.layers.{layer_idx}.{name}": shape for name, shape in layer.items()}
+        for name, shape in layer_table(geometry, layer_idx).tensors.items():
+            experts = range(geometry.moe.num_experts) if geometry.moe and "{expert}" in name else (0,)
+            for expert in experts:
+                tensors[f"model.layers.{layer_idx}.{name.replace('{expert}', str(expert))}"] = shape
     tensors["model.norm.weight"] = (hidden,)
     if not geometry.tied_embeddings:
         tensors["lm_head.weight"] = (geometry.vocab_size, hidden)
     return tensors
+
+
+def layer_table(geometry: ModelGeometry, layer_idx: int) -> LayerTable:
+    """The family's table of a layer; layers of one kind share it."""
+    return _layer_table(geometry, 0 if geometry.moe is None else layer_idx)
+
+
+@lru_cache(maxsize=1024)
+def _layer_table(geometry: ModelGeometry, layer_idx: int) -> LayerTable:
+    return BY_NAME[geometry.family].layer(geometry, layer_idx)
 
 
 def head_tensor(geometry: ModelGeometry) -> str:
@@ -97,21 +96,6 @@ def head_tensor(geometry: ModelGeometry) -> str:
 def replicated(name: str, tensor: str, num_rows: int) -> ShardLayout:
     """A 1-D parameter that every tensor-parallel rank holds whole."""
     return ShardLayout(name, (num_rows,), (Block(tensor, 0, 0, num_rows, 1),))
-
-
-def stacked(name: str, parts: Iterable[Block], cols: int | None) -> ShardLayout:
-    """Blocks below each other, in order, from local column 0; `cols` None makes a 1-D parameter."""
-    blocks, local_row = [], 0
-    for part in parts:
-        blocks.append(Block(part.tensor, part.row, part.col, part.rows, part.cols, local_row, 0))
-        local_row += part.rows
-    return ShardLayout(name, (local_row,) if cols is None else (local_row, cols), tuple(blocks))
-
-
-def row_parallel(name: str, tensor: str, rows: int, cols: int, tp_size: int, tp_rank: int) -> ShardLayout:
-    """A projection whose input dimension, the columns, is cut."""
-    width = part_size(cols, tp_size, tensor)
-    return ShardLayout(name, (rows, width), (Block(tensor, 0, tp_rank * width, rows, width),))
 
 
 def vocab_parallel(
@@ -139,5 +123,5 @@ def cut_rows(blocks: Iterable[Block], first: int, last: int) -> list[Block]:
 def part_size(total: int, parts: int, what: str) -> int:
     """total / parts, or a `ModelError` that names what cannot be cut."""
     if total % parts:
-        raise ModelError(f"{what}: {total} cannot be cut into {parts} equal parts; choose another TP size")
+        raise ModelError(f"{what}: {total} cannot be cut into {parts} equal parts; choose a divisor")
     return total // parts

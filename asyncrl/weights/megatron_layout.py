@@ -1,35 +1,37 @@
 """Which rectangles of Hugging Face tensors each parameter of a Megatron model chunk holds.
 
-Names are those of `named_parameters()` of a `GPTModel` built from the local (not Transformer Engine) layer
-spec. Layers are numbered as Megatron numbers them (`layer.layer_number`, from 1), so that uneven, virtual
-and custom pipeline splits need no arithmetic here.
+Names are those of `GPTModel.named_parameters()`, plus the router's buffer ``expert_bias``. Layers are
+numbered as Megatron numbers them (`layer.layer_number`, from 1), so that uneven, virtual and custom pipeline
+splits need no arithmetic here. Experts are numbered as Megatron does: local expert i of expert-parallel rank
+r is expert r E / EP + i (`transformer/moe/moe_layer.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.weights.cuts import LayerTensors, expert_shard, row_shard
+from asyncrl.weights.family import Row
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.layout import (
-    Block,
     ShardLayout,
-    cut_rows,
     head_tensor,
+    layer_table,
     part_size,
     replicated,
-    row_parallel,
-    stacked,
     vocab_parallel,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronCoord:
-    """Where one model chunk stands: its tensor-parallel cut and its piece of the pipeline.
+    """Where one model chunk stands: its cuts, its piece of the pipeline, and how its modules are named.
 
     ``layer_numbers[i]`` is Megatron's own, 1-based ``layer_number`` of ``decoder.layers[i]``.
     ``has_embedding`` and ``has_output`` are the chunk's ``pre_process`` and ``post_process``.
     ``padded_vocab`` is the vocabulary that the model was built with, at least the model's own.
+    ``etp`` cuts each expert as ``tp`` cuts everything else. ``transformer_engine``: the layer spec that the
+    model was built from, else the local one. ``grouped_experts``: TEGroupedMLP, else SequentialMLP.
     """
 
     tp_size: int
@@ -38,6 +40,12 @@ class MegatronCoord:
     has_embedding: bool
     has_output: bool
     padded_vocab: int
+    ep_size: int = 1
+    ep_rank: int = 0
+    etp_size: int = 1
+    etp_rank: int = 0
+    transformer_engine: bool = False
+    grouped_experts: bool = False
 
 
 def megatron_shards(geometry: ModelGeometry, coord: MegatronCoord) -> tuple[ShardLayout, ...]:
@@ -56,7 +64,7 @@ def megatron_shards(geometry: ModelGeometry, coord: MegatronCoord) -> tuple[Shar
             _vocabulary(geometry, coord, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
         )
     for local_idx, layer_number in enumerate(coord.layer_numbers):
-        shards += _layer(geometry, coord, f"decoder.layers.{local_idx}.", f"model.layers.{layer_number - 1}.")
+        shards += megatron_layer(geometry, coord, f"decoder.layers.{local_idx}.", layer_number - 1)
     if coord.has_output:
         shards.append(replicated("decoder.final_layernorm.weight", "model.norm.weight", geometry.hidden_size))
         if not (geometry.tied_embeddings and coord.has_embedding):
@@ -65,8 +73,10 @@ def megatron_shards(geometry: ModelGeometry, coord: MegatronCoord) -> tuple[Shar
 
 
 def _check(geometry: ModelGeometry, coord: MegatronCoord) -> None:
-    if not 0 <= coord.tp_rank < coord.tp_size:
-        raise ModelError(f"tensor-parallel rank {coord.tp_rank} of {coord.tp_size}")
+    places = (("tensor", coord.tp_rank, coord.tp_size), ("expert", coord.ep_rank, coord.ep_size))
+    for name, rank, size in (*places, ("expert-tensor", coord.etp_rank, coord.etp_size)):
+        if not 0 <= rank < size:
+            raise ModelError(f"{name}-parallel rank {rank} of {size}")
     outside = [number for number in coord.layer_numbers if not 1 <= number <= geometry.num_layers]
     if outside:
         raise ModelError(f"layer number {outside[0]} outside 1..{geometry.num_layers} (numbers start at 1)")
@@ -88,62 +98,38 @@ def _vocabulary(geometry: ModelGeometry, coord: MegatronCoord, name: str, tensor
     )
 
 
-def _layer(geometry: ModelGeometry, coord: MegatronCoord, local: str, hf: str) -> list[ShardLayout]:
-    hidden, tp_size, tp_rank = geometry.hidden_size, coord.tp_size, coord.tp_rank
-    shards = [replicated(f"{local}input_layernorm.weight", f"{hf}input_layernorm.weight", hidden)]
-    shards += _attention(geometry, coord, f"{local}self_attention.", f"{hf}self_attn.")
-    shards.append(
-        replicated(f"{local}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", hidden)
-    )
-    height = part_size(geometry.ffn_hidden_size, tp_size, "ffn_hidden_size")
-    halves = (
-        Block(f"{hf}mlp.{half}_proj.weight", tp_rank * height, 0, height, hidden) for half in ("gate", "up")
-    )
-    shards.append(stacked(f"{local}mlp.linear_fc1.weight", halves, hidden))
-    shards.append(
-        row_parallel(
-            f"{local}mlp.linear_fc2.weight",
-            f"{hf}mlp.down_proj.weight",
-            hidden,
-            geometry.ffn_hidden_size,
-            tp_size,
-            tp_rank,
+def megatron_layer(
+    geometry: ModelGeometry, coord: MegatronCoord, local: str, layer_idx: int
+) -> list[ShardLayout]:
+    """One layer, counted from 0; ``local`` is the prefix of its parameters."""
+    table = layer_table(geometry, layer_idx)
+    layer = LayerTensors(geometry, f"model.layers.{layer_idx}.", table.tensors)
+    shards: list[ShardLayout] = []
+    for row in table.megatron:
+        if row.has_experts:
+            shards += _experts(coord, local, row, layer)
+            continue
+        name, cut = row.name, row.cut
+        if coord.transformer_engine:
+            name, cut = row.te or name, row.te_cut or cut
+        shards.append(row_shard(local + name, row, cut, layer, coord.tp_size, coord.tp_rank))
+    return shards
+
+
+def _experts(coord: MegatronCoord, local: str, row: Row, layer: LayerTensors) -> list[ShardLayout]:
+    moe = layer.geometry.moe
+    num_experts = moe.num_experts if moe else 0
+    num_local = part_size(num_experts, coord.ep_size, "experts over expert parallelism")
+    name = row.grouped if coord.grouped_experts else row.name
+    return [
+        expert_shard(
+            local + name.replace("{expert}", str(local_expert)),
+            row,
+            layer,
+            (coord.ep_rank * num_local + local_expert,),
+            coord.etp_size,
+            coord.etp_rank,
+            stacked=False,
         )
-    )
-    return shards
-
-
-def _attention(geometry: ModelGeometry, coord: MegatronCoord, local: str, hf: str) -> list[ShardLayout]:
-    hidden, tp_size, tp_rank = geometry.hidden_size, coord.tp_size, coord.tp_rank
-    q_rows = geometry.num_heads * geometry.head_dim
-    shards = [
-        stacked(f"{local}linear_qkv.weight", _grouped_qkv(geometry, coord, hf, "weight", hidden), hidden),
-        row_parallel(f"{local}linear_proj.weight", f"{hf}o_proj.weight", hidden, q_rows, tp_size, tp_rank),
+        for local_expert in range(num_local)
     ]
-    if geometry.attention_bias:
-        shards.append(stacked(f"{local}linear_qkv.bias", _grouped_qkv(geometry, coord, hf, "bias", 1), None))
-    if geometry.qk_norm:
-        shards += [
-            replicated(f"{local}{part}_layernorm.weight", f"{hf}{part}_norm.weight", geometry.head_dim)
-            for part in ("q", "k")
-        ]
-    return shards
-
-
-def _grouped_qkv(geometry: ModelGeometry, coord: MegatronCoord, hf: str, kind: str, cols: int) -> list[Block]:
-    """This rank's rows of the fused projection, which holds, per key/value head, [its query heads, k, v].
-
-    With more tensor-parallel ranks than key/value heads Megatron cuts straight through a group, so the whole
-    stack is laid out first and then cut.
-    """
-    dim = geometry.head_dim
-    q_rows = geometry.num_heads // geometry.num_kv_heads * dim
-    whole = []
-    for kv_head in range(geometry.num_kv_heads):
-        whole.append(Block(f"{hf}q_proj.{kind}", kv_head * q_rows, 0, q_rows, cols))
-        whole.append(Block(f"{hf}k_proj.{kind}", kv_head * dim, 0, dim, cols))
-        whole.append(Block(f"{hf}v_proj.{kind}", kv_head * dim, 0, dim, cols))
-    part_size(geometry.num_heads, coord.tp_size, "attention heads")
-    total = geometry.num_kv_heads * (q_rows + 2 * dim)
-    height = part_size(total, coord.tp_size, "rows of the fused qkv projection")
-    return cut_rows(whole, coord.tp_rank * height, (coord.tp_rank + 1) * height)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import ShardLayout
-from asyncrl.weights.plan import ELEMENT_BYTES, Bucket, Place, RankLayout, TransferPlan, wire_dtype
+from asyncrl.weights.plan import Bucket, TransferPlan
 
 _F32_AS_BF16 = 5  # Op::kF32AsBf16 in csrc/reshard/index.h; plain copies are numbered by their element size
 
 
 def sender_table(plan: TransferPlan, bucket: Bucket) -> array[int]:
     """Segments of one bucket, from the sender's parameters into the bucket."""
-    return array("q", _table(plan, bucket, on_sender=True))
+    return _table(plan, bucket, on_sender=True)
 
 
 def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
@@ -57,28 +58,24 @@ def first_padding_row(shard: ShardLayout) -> int:
     return filled
 
 
-def _table(plan: TransferPlan, bucket: Bucket, *, on_sender: bool) -> Iterable[int]:
+def _table(plan: TransferPlan, bucket: Bucket, *, on_sender: bool) -> array[int]:
     """Fields of csrc/reshard/index.h's Segment, one after the other."""
-    sender, receiver = plan.senders[bucket.sender], plan.receivers[bucket.receiver]
-    for item in bucket.pieces:
-        source, target = item.piece.source, item.piece.target
-        dtypes = sender.dtypes[source.shard_idx], receiver.dtypes[target.shard_idx]
-        local, layout, dtype = (source, sender, dtypes[0]) if on_sender else (target, receiver, dtypes[1])
-        yield local.shard_idx
-        yield _element(local, layout)
-        yield layout.shards[local.shard_idx].cols
-        yield item.piece.rows
-        yield item.piece.cols
-        yield item.wire_offset
-        yield _element(target, receiver)
-        yield receiver.shards[target.shard_idx].cols
-        yield target.shard_idx
-        yield _op(dtype, wire_dtype(*dtypes))
-
-
-def _element(place: Place, layout: RankLayout) -> int:
-    return place.row * layout.shards[place.shard_idx].cols + place.col
-
-
-def _op(local: str, wire: str) -> int:
-    return ELEMENT_BYTES[wire] if local == wire else _F32_AS_BF16
+    moves = plan.moves.take(np.arange(bucket.first_move, bucket.last_move))
+    sender, receiver = plan.sender_columns[bucket.sender], plan.receiver_columns[bucket.receiver]
+    target_stride = receiver.widths[moves.target_shard]
+    position = moves.target_row * target_stride + moves.target_col
+    if on_sender:
+        shard, stride = moves.source_shard, sender.widths[moves.source_shard]
+        offset = moves.source_row * stride + moves.source_col
+        dtype_bytes = sender.element_bytes[shard]
+    else:
+        shard, stride, offset = moves.target_shard, target_stride, position
+        dtype_bytes = receiver.element_bytes[shard]
+    wire_bytes = moves.row_bytes // moves.cols
+    sizes = moves.num_bytes
+    columns = (
+        *(shard, offset, stride, moves.rows, moves.cols, np.cumsum(sizes) - sizes),
+        *(position, target_stride, moves.target_shard),
+        np.where(dtype_bytes == wire_bytes, wire_bytes, _F32_AS_BF16),
+    )
+    return array("q", np.stack(columns, axis=1).tobytes())

@@ -186,3 +186,10 @@ def test_run_name(model: Path) -> None:
 def test_all_problems_come_at_once(model: Path) -> None:
     config = configure(model, name="?", parallel={"tp": 2}, reward={"function": "x"}, ring={"num_slots": 1})
     assert len(preflight(config)) == 4
+
+
+def test_models_that_the_trainer_cannot_build(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "moe_intermediate_size": 64}
+    model = write_model(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts)
+    [problem] = [line for line in preflight(configure(model)) if "model.path" in line]
+    assert "qwen3_moe has mixture-of-experts layers, which the trainer cannot build yet" in problem

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.weights.engine_layout import check_manifest, engine_shards, padded_vocab
-from asyncrl.weights.geometry import ModelError, ModelGeometry
+from asyncrl.weights.geometry import MlaGeometry, ModelError, ModelGeometry, MoeGeometry
 from asyncrl.weights.hf import read_shards
 from asyncrl.weights.layout import ShardLayout, hf_tensors
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
+from tests.moe_reference import ExpertCut
 from tests.shard_reference import (
     Tensors,
     engine_tensors,
@@ -24,7 +25,7 @@ from tests.shard_reference import (
     random_model,
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v3_no_q_lora")
 
 
 def fill(shards: tuple[ShardLayout, ...], directory: Path) -> Tensors:
@@ -59,14 +60,42 @@ def test_megatron_shards(family: tuple[str, Path, Tensors], tp_size: int) -> Non
         assert first_difference(actual, expected) == "", coord
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_engine_shards(family: tuple[str, Path, Tensors], tp_size: int) -> None:
+@pytest.mark.parametrize(
+    "cut", [(4, 1, False, False), (2, 2, True, True), (1, 4, True, False), (8, 1, False, True)]
+)
+def test_megatron_experts_and_names(
+    family: tuple[str, Path, Tensors], cut: tuple[int, int, bool, bool]
+) -> None:
+    name, directory, model = family
+    ep_size, etp_size, te, grouped = cut
+    for ep_rank, etp_rank in itertools.product(range(ep_size), range(etp_size)):
+        coord = MegatronCoord(
+            *(2, 1, (2, 1), False, True, 128, ep_size, ep_rank, etp_size, etp_rank),
+            transformer_engine=te,
+            grouped_experts=grouped,
+        )
+        actual = fill(megatron_shards(geometry(name), coord), directory)
+        experts = ExpertCut(ep_size, ep_rank, etp_size, etp_rank, te, grouped)
+        expected = megatron_tensors(geometry(name), model, 2, 1, (1, 0), False, True, 128, experts)
+        assert first_difference(actual, expected) == "", coord
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 8)])
+def test_engine_shards(family: tuple[str, Path, Tensors], tp_size: int, ep_size: int) -> None:
     name, directory, model = family
     for tp_rank in range(tp_size):
-        shards = engine_shards(geometry(name), tp_size, tp_rank)
-        expected = engine_tensors(geometry(name), model, tp_size, tp_rank)
+        shards = engine_shards(geometry(name), tp_size, tp_rank, ep_size)
+        expected = engine_tensors(geometry(name), model, tp_size, tp_rank, ep_size)
         assert first_difference(fill(shards, directory), expected) == "", tp_rank
         check_manifest(shards, {key: tuple(value.shape) for key, value in expected.items()}, "engine")
+
+
+def test_the_bias_of_experts_stays_float32() -> None:
+    g = geometry("deepseek_v3")
+    coord = MegatronCoord(1, 0, (2,), False, False, 128)
+    for shards in (megatron_shards(g, coord), engine_shards(g, 1, 0)):
+        fixed = {shard.name.split(".")[-1]: shard.dtype for shard in shards if shard.dtype}
+        assert list(fixed.values()) == ["float32"] and "bias" in next(iter(fixed))
 
 
 def test_sharded_checkpoint_reads_the_same(family: tuple[str, Path, Tensors], tmp_path: Path) -> None:
@@ -99,8 +128,16 @@ def test_padded_vocabulary(vocab: int, tp_size: int, padded: int) -> None:
 
 
 def test_impossible_cuts_are_refused() -> None:
-    with pytest.raises(ModelError, match="40 cannot be cut into 3 equal parts"):
+    with pytest.raises(ModelError, match="attention heads: 8 cannot be cut into 3 equal parts"):
         engine_shards(geometry(), 3, 0)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.gate_proj\.weight: 40 cannot be cut into 3 equal"):
+        engine_shards(geometry(num_heads=6, num_kv_heads=3), 3, 0)
+    with pytest.raises(ModelError, match="16 cannot be cut into 3 equal parts"):
+        megatron_shards(geometry("qwen3_moe"), MegatronCoord(1, 0, (1,), True, True, 128, ep_size=3))
+    with pytest.raises(ModelError, match="ep 3 does not divide its tp 4"):
+        engine_shards(geometry("qwen3_moe"), 4, 0, ep_size=3)
+    with pytest.raises(ModelError, match="expert-parallel rank 2 of 2"):
+        megatron_shards(geometry("qwen3_moe"), MegatronCoord(1, 0, (1,), True, True, 128, 2, 2))
     with pytest.raises(ModelError, match=r"layer number 0 outside 1\.\.4"):
         megatron_shards(geometry(), MegatronCoord(1, 0, (0,), True, True, 128))
     with pytest.raises(ModelError, match="padded vocabulary 64 is smaller"):
@@ -144,10 +181,49 @@ def test_geometry_reads_both_spellings_of_rope(tmp_path: Path) -> None:
     assert scaling is not None and scaling.factor == 8 and scaling.original_max_position == 8192
 
 
+def test_geometry_reads_experts(tmp_path: Path) -> None:
+    experts = {
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    write_config(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=6, **experts)
+    g = ModelGeometry.from_hf(tmp_path)
+    assert g.moe == MoeGeometry(8, 32, 0, has_bias=False, dense_layers=frozenset({0, 2, 3, 4}))
+    assert g.qk_norm and g.mla is None and "experts" in g.untrainable
+
+
+def test_geometry_reads_latent_attention(tmp_path: Path) -> None:
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 2}
+    config = {
+        **sizes,
+        **experts,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 1,
+        "rope_scaling": {"type": "yarn"},
+    }
+    write_config(tmp_path, architectures=["DeepseekV3ForCausalLM"], **config)
+    g = ModelGeometry.from_hf(tmp_path)
+    assert g.mla == MlaGeometry(0, 16, 8, 4, 6)
+    assert g.moe == MoeGeometry(8, 32, 64, has_bias=True, dense_layers=frozenset({0}))
+    write_config(tmp_path, architectures=["DeepseekV3ForCausalLM"], **{**config, "kv_lora_rank": None})
+    with pytest.raises(ModelError, match="kv_lora_rank is missing"):
+        ModelGeometry.from_hf(tmp_path)
+
+
+def test_fp8_checkpoints_give_their_sizes_only(tmp_path: Path) -> None:
+    write_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert ModelGeometry.from_hf(tmp_path, allow_fp8=True).num_layers == 2
+    with pytest.raises(ModelError, match="name the unquantised model"):
+        ModelGeometry.from_hf(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GptOssForCausalLM"]}, "known: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3"),
+        ({"architectures": ["GptOssForCausalLM"]}, "known: DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen2"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type yarn is not supported"),

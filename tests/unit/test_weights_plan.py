@@ -10,6 +10,7 @@ import itertools
 import json
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,15 +30,32 @@ TRAINERS = [
     Trainer(tp=2, stages=(1, 1, 1, 1), pp=2, dp=2),
 ]
 ENGINES = (1, 2, 4, 8)
-PAIRS = list(itertools.product(("llama", "qwen2", "qwen3"), TRAINERS, ENGINES))
+EXPERT_TRAINERS = [
+    Trainer(tp=1, stages=(4,), pp=1, dp=2, ep=2),
+    Trainer(tp=2, stages=(2, 2), pp=2, dp=2, ep=4),
+    Trainer(tp=4, stages=(1, 3), pp=2, ep=2, etp=2),
+    Trainer(tp=2, stages=(1, 1, 1, 1), pp=2, dp=2, ep=2, etp=1),
+    Trainer(tp=1, stages=(4,), pp=1, dp=8, ep=8),
+]
+EXPERT_ENGINES = ((1, 1), (2, 2), (4, 1), (4, 2), (8, 8))
+PAIRS = [
+    *itertools.product(("llama", "qwen2", "qwen3"), TRAINERS, [(tp, 1) for tp in ENGINES]),
+    *itertools.product(
+        ("qwen3_moe", "deepseek_v3", "deepseek_v3_no_q_lora"), EXPERT_TRAINERS, EXPERT_ENGINES
+    ),
+]
 
 
 def transfer(
-    plan: TransferPlan, sources: list[list[torch.Tensor]], dtype: torch.dtype
+    plan: TransferPlan, sources: list[list[torch.Tensor]]
 ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
     """Run a plan: the receivers' parameters, and per receiver the digests of sender and receiver side."""
     targets = [
-        [torch.full(shard.shape, 9.0, dtype=dtype) for shard in layout.shards] for layout in plan.receivers
+        [
+            torch.full(shard.shape, 9.0, dtype=getattr(torch, dtype))
+            for shard, dtype in zip(layout.shards, layout.dtypes, strict=True)
+        ]
+        for layout in plan.receivers
     ]
     digests = [[torch.zeros(len(parts), dtype=torch.int64) for _ in range(2)] for parts in targets]
     instructions = [json.loads(receiver_instructions(plan, rank)) for rank in range(len(targets))]
@@ -62,16 +80,16 @@ def named(layout: RankLayout, tensors: list[torch.Tensor]) -> Tensors:
     return {shard.name: tensor for shard, tensor in zip(layout.shards, tensors, strict=True)}
 
 
-@pytest.mark.parametrize(("family", "trainer", "engine_tp"), PAIRS)
-def test_every_engine_rank_gets_its_shard(family: str, trainer: Trainer, engine_tp: int) -> None:
-    g = geometry(family)
+@pytest.mark.parametrize(("family", "trainer", "engine"), PAIRS)
+def test_every_engine_rank_gets_its_shard(family: str, trainer: Trainer, engine: tuple[int, int]) -> None:
+    g, (engine_tp, engine_ep) = geometry(family), engine
     model = random_model(g, seed=5)
     ranks = trainer_ranks(g, trainer, model)
-    receivers = engine_ranks(g, engine_tp)
+    receivers = engine_ranks(g, engine_tp, ep_size=engine_ep)
     plan = plan_transfer([layout for layout, _ in ranks], receivers, bucket_bytes=3000)
-    targets, digests = transfer(plan, [tensors for _, tensors in ranks], torch.float32)
+    targets, digests = transfer(plan, [tensors for _, tensors in ranks])
     for tp_rank, layout in enumerate(receivers):
-        expected = engine_tensors(g, model, engine_tp, tp_rank)
+        expected = engine_tensors(g, model, engine_tp, tp_rank, engine_ep)
         assert first_difference(named(layout, targets[tp_rank]), expected) == "", f"engine rank {tp_rank}"
         assert torch.equal(*digests[tp_rank])
     needed = sum(
@@ -92,11 +110,10 @@ def test_every_element_is_written_once() -> None:
         plan = plan_transfer(senders, engine_ranks(g, engine_tp), bucket_bytes=2000)
         for receiver, layout in enumerate(plan.receivers):
             written = [torch.zeros(shard.rows, shard.cols, dtype=torch.int32) for shard in layout.shards]
-            for item in (
-                item for bucket in plan.buckets if bucket.receiver == receiver for item in bucket.pieces
-            ):
-                place, rows, cols = item.piece.target, item.piece.rows, item.piece.cols
-                written[place.shard_idx][place.row : place.row + rows, place.col : place.col + cols] += 1
+            moves = plan.moves
+            places = (moves.target_shard, moves.target_row, moves.target_col, moves.rows, moves.cols)
+            for shard_idx, row, col, rows, cols in np.stack(places, 1)[moves.receiver == receiver]:
+                written[shard_idx][row : row + rows, col : col + cols] += 1
             for shard, counts in zip(layout.shards, written, strict=True):
                 assert int(counts.max()) <= 1, shard.name
                 assert int((counts == 0).sum()) == shard.num_padding, shard.name
@@ -144,7 +161,7 @@ def test_the_narrower_dtype_travels(source: str, target: str) -> None:
     plan = plan_transfer([layout for layout, _ in ranks], engine_ranks(g, 2, target), 2000)
     whole = plan_transfer([layout for layout, _ in ranks], engine_ranks(g, 2, source), 2000)
     assert plan.total_bytes() * (4 if source == "float32" else 2) == whole.total_bytes() * 2
-    targets, digests = transfer(plan, [tensors for _, tensors in ranks], getattr(torch, target))
+    targets, digests = transfer(plan, [tensors for _, tensors in ranks])
     for tp_rank in range(2):
         expected = {
             name: tensor.bfloat16().to(getattr(torch, target))
@@ -154,14 +171,30 @@ def test_the_narrower_dtype_travels(source: str, target: str) -> None:
         assert torch.equal(*digests[tp_rank])
 
 
+def test_the_bias_of_experts_arrives_in_float32() -> None:
+    g = geometry("deepseek_v3")
+    model = random_model(g, seed=5)
+    ranks = trainer_ranks(g, EXPERT_TRAINERS[1], model, torch.bfloat16)
+    receivers = engine_ranks(g, 2, "bfloat16", ep_size=2)
+    plan = plan_transfer([layout for layout, _ in ranks], receivers, 2000)
+    targets, _ = transfer(plan, [tensors for _, tensors in ranks])
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    for tp_rank in range(2):
+        held = named(receivers[tp_rank], targets[tp_rank])
+        assert first_difference({name: held[name]}, {name: model[name]}) == ""
+        down = "model.layers.2.mlp.experts.w2_weight"
+        wanted = engine_tensors(g, model, 2, tp_rank, 2)[down].bfloat16()
+        assert first_difference({down: held[down]}, {down: wanted}) == ""
+
+
 def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     special = [0.0, -0.0, float("inf"), -float("inf"), 1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.4e38, 1e-45]
     values = torch.cat([torch.tensor(special), torch.randn(1000), torch.randn(1000) * 1e30])
     shard = ShardLayout("w", (len(values),), (Block("w", 0, 0, len(values), 1),))
     senders, receivers = [RankLayout((shard,), ("float32",))], [RankLayout((shard,), ("bfloat16",))]
-    targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values]], torch.bfloat16)
+    targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values]])
     assert first_difference({"w": targets[0][0]}, {"w": values.bfloat16()}) == ""
-    targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values * torch.nan]], torch.bfloat16)
+    targets, _ = transfer(plan_transfer(senders, receivers, 1 << 20), [[values * torch.nan]])
     assert bool(targets[0][0].isnan().all())  # torch's own choice of NaN bits depends on the processor
 
 
@@ -189,7 +222,7 @@ def test_impossible_plans_are_refused() -> None:
     layouts = [layout for layout, _ in ranks]
     with pytest.raises(ModelError, match=r"no trainer rank holds rows .* of model\.layers\.1"):
         plan_transfer(layouts[:4], engine_ranks(g, 2), 2000)
-    with pytest.raises(ModelError, match=r"exceeds the bucket of 50; raise weights\.bucket_mib"):
+    with pytest.raises(ModelError, match=r"exceeds half the bucket of 50; raise weights\.bucket_mib"):
         plan_transfer(layouts, engine_ranks(g, 2), 50)
     with pytest.raises(ModelError, match="weights move as float32 or bfloat16"):
         RankLayout(layouts[0].shards, ("float16",) * len(layouts[0].shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.plan import RankLayout
+from tests.moe_reference import ExpertCut
 from tests.shard_reference import Tensors, megatron_tensors
 
 
@@ -23,6 +25,8 @@ class Trainer:
     pp: int
     dp: int = 1
     padded_vocab: int = 128
+    ep: int = 1
+    etp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -34,8 +38,11 @@ def trainer_ranks(
 ) -> list[tuple[RankLayout, list[torch.Tensor]]]:
     """Layout and parameters of every rank, in Megatron's order: tensor, then data, then pipeline ranks."""
     ranks = []
+    num_in_stage = trainer.tp * trainer.dp
     for rank in range(trainer.world_size):
-        tp_rank, pp_rank = rank % trainer.tp, rank // (trainer.tp * trainer.dp)
+        tp_rank, pp_rank = rank % trainer.tp, rank // num_in_stage
+        in_stage = rank % num_in_stage
+        cut = (trainer.ep, in_stage // trainer.etp % trainer.ep, trainer.etp, in_stage % trainer.etp)
         shards: list[ShardLayout] = []
         tensors: list[torch.Tensor] = []
         for stage in range(pp_rank, len(trainer.stages), trainer.pp):
@@ -43,19 +50,24 @@ def trainer_ranks(
             layers = tuple(range(first, first + trainer.stages[stage]))
             ends = stage == 0, stage == len(trainer.stages) - 1
             numbers = tuple(idx + 1 for idx in layers)
-            coord = MegatronCoord(trainer.tp, tp_rank, numbers, *ends, trainer.padded_vocab)
-            held = megatron_tensors(geometry, model, trainer.tp, tp_rank, layers, *ends, trainer.padded_vocab)
+            coord = MegatronCoord(trainer.tp, tp_rank, numbers, *ends, trainer.padded_vocab, *cut)
+            held = megatron_tensors(
+                *(geometry, model, trainer.tp, tp_rank, layers, *ends, trainer.padded_vocab),
+                ExpertCut(*cut),
+            )
             for shard in megatron_shards(geometry, coord):
-                shards.append(ShardLayout(f"{stage}.{shard.name}", shard.shape, shard.blocks))
-                tensors.append(held[shard.name].to(dtype))
-        name = str(dtype).removeprefix("torch.")
-        ranks.append((RankLayout(tuple(shards), (name,) * len(shards)), tensors))
+                shards.append(dataclasses.replace(shard, name=f"{stage}.{shard.name}"))
+                tensors.append(held[shard.name].to(getattr(torch, shard.dtype) if shard.dtype else dtype))
+        names = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        ranks.append((RankLayout(tuple(shards), names), tensors))
     return ranks
 
 
-def engine_ranks(geometry: ModelGeometry, tp_size: int, dtype: str = "float32") -> list[RankLayout]:
+def engine_ranks(
+    geometry: ModelGeometry, tp_size: int, dtype: str = "float32", ep_size: int = 1
+) -> list[RankLayout]:
     layouts = []
     for tp_rank in range(tp_size):
-        shards = engine_shards(geometry, tp_size, tp_rank)
-        layouts.append(RankLayout(shards, (dtype,) * len(shards)))
+        shards = engine_shards(geometry, tp_size, tp_rank, ep_size)
+        layouts.append(RankLayout(shards, tuple(shard.dtype or dtype for shard in shards)))
     return layouts
