@@ -28,15 +28,17 @@ class CudaProgram {
               void* stream);
 
  private:
-  void upload_parameters(const std::vector<uint64_t>& parameters, void* stream);
+  template <bool kPack>
+  void launch(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
+              void* stream);
 
-  std::byte* tables_ = nullptr;  // segments, ends of their tiles, addresses of the parameters
-  size_t tile_ends_offset_ = 0;
+  CopyProgram program_;
+  std::byte* tables_ = nullptr;  // tiles, segments, scales, addresses of the parameters
+  size_t segments_offset_ = 0;
+  size_t scales_offset_ = 0;
   size_t parameters_offset_ = 0;
-  int num_segments_ = 0;
-  int num_tiles_ = 0;
-  int num_blocks_ = 0;
-  int64_t num_parameters_ = 0;
+  int64_t num_tiles_ = 0;
+  unsigned num_blocks_ = 0;
 };
 
 }  // namespace asyncrl::reshard
