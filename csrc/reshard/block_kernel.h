@@ -24,7 +24,7 @@ struct Square {
 };
 
 __device__ inline Square square_of(const Segment& segment, uint32_t tile, int64_t side) {
-  const int64_t per_row = (segment.cols + side - 1) / side;
+  const auto per_row = static_cast<uint32_t>((segment.cols + side - 1) / side);
   const int64_t row = tile / per_row * side, col = tile % per_row * side;
   return {row, col, segment.rows - row < side ? segment.rows - row : side,
           segment.cols - col < side ? segment.cols - col : side};

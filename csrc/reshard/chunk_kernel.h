@@ -14,7 +14,7 @@
 
 namespace asyncrl::reshard {
 
-constexpr int64_t kTileBytes = 32768;  // on the wire; four 16-byte chunks per thread
+constexpr int64_t kTileBytes = 65536;  // on the wire; four 16-byte chunks per thread
 constexpr int kBytesInFlight = 64;     // that a thread loads before it stores the first
 
 template <int kBytes>
@@ -128,8 +128,8 @@ __device__ uint64_t move_chunks(const Segment& segment, const Span& span, std::b
   const uint32_t step = kThreads * per_chunk;
   uint32_t element = span.first + thread * per_chunk;
   Walk walk(element, step, static_cast<uint32_t>(segment.cols));
-  const auto local_at = [&](const Walk& at) {
-    return parameter + parameter_element(segment, at.row, at.col) * local_bytes;
+  const auto local_at = [&](const Walk& at) {  // never transposed
+    return parameter + (segment.offset + at.row * segment.stride + at.col) * local_bytes;
   };
   const auto wire_at = [&](const Walk& at) { return wire + wire_byte(segment, at.row, at.col); };
   uint64_t sum = 0;
@@ -158,28 +158,33 @@ __device__ uint64_t move_chunks(const Segment& segment, const Span& span, std::b
   return sum;
 }
 
-// Most elements, a power of two, that can be moved at once with both sides aligned.
-__device__ inline int elements_per_chunk(const Segment& segment, const std::byte* parameter,
-                                         const std::byte* wire) {
-  const auto local_bytes = static_cast<uint64_t>(parameter_element_bytes(segment.op));
-  const auto wire_bytes = static_cast<uint64_t>(wire_element_bytes(segment.op));
-  const auto at_local =
-      reinterpret_cast<uint64_t>(parameter) + static_cast<uint64_t>(segment.offset) * local_bytes;
-  const auto at_wire = reinterpret_cast<uint64_t>(wire) + static_cast<uint64_t>(segment.wire);
-  const auto stride = segment.rows > 1 ? static_cast<uint64_t>(segment.stride) * local_bytes : 0;
-  uint64_t count = 16 / (local_bytes < wire_bytes ? local_bytes : wire_bytes);
+// Most elements, a power of two, that can be moved at once with both sides aligned. All sizes here
+// are powers of two, so that masks do.
+__device__ inline unsigned elements_per_chunk(const Segment& segment, const std::byte* parameter,
+                                              const std::byte* wire) {
+  const auto local_bytes = static_cast<unsigned>(parameter_element_bytes(segment.op));
+  const auto wire_bytes = static_cast<unsigned>(wire_element_bytes(segment.op));
+  // Only the last four bits of an address matter.
+  unsigned local_bits = static_cast<unsigned>(reinterpret_cast<uint64_t>(parameter)) +
+                        static_cast<unsigned>(segment.offset) * local_bytes;
+  if (segment.rows > 1) local_bits |= static_cast<unsigned>(segment.stride) * local_bytes;
+  const unsigned wire_bits =
+      static_cast<unsigned>(reinterpret_cast<uint64_t>(wire)) + static_cast<unsigned>(segment.wire);
+  const auto cols = static_cast<unsigned>(segment.cols);
+  unsigned count = 16;
   for (; count > 1; count /= 2) {
-    const uint64_t local_chunk = count * local_bytes < 16 ? count * local_bytes : 16;
-    const uint64_t wire_chunk = count * wire_bytes < 16 ? count * wire_bytes : 16;
-    if ((at_local | stride) % local_chunk == 0 && at_wire % wire_chunk == 0 &&
-        static_cast<uint64_t>(segment.cols) % count == 0)
+    const unsigned local_chunk = count * local_bytes, wire_chunk = count * wire_bytes;
+    if ((local_chunk < wire_chunk ? local_chunk : wire_chunk) > 16) continue;
+    const unsigned local_mask = (local_chunk < 16 ? local_chunk : 16) - 1;
+    const unsigned wire_mask = (wire_chunk < 16 ? wire_chunk : 16) - 1;
+    if ((local_bits & local_mask) == 0 && (wire_bits & wire_mask) == 0 && (cols & (count - 1)) == 0)
       break;
   }
-  return static_cast<int>(count);
+  return count;
 }
 
 template <bool kPack>
-__device__ uint64_t copy_chunks(int bytes, const Segment& segment, const Span& span,
+__device__ uint64_t copy_chunks(unsigned bytes, const Segment& segment, const Span& span,
                                 std::byte* parameter, std::byte* wire, unsigned thread) {
   switch (bytes) {
     case 16:
@@ -197,7 +202,7 @@ __device__ uint64_t copy_chunks(int bytes, const Segment& segment, const Span& s
 
 // kWideLocal: float32 is in the parameter and bfloat16 on the wire, or the other way round.
 template <bool kPack, bool kWideLocal>
-__device__ uint64_t cast_chunks(int elements, const Segment& segment, const Span& span,
+__device__ uint64_t cast_chunks(unsigned elements, const Segment& segment, const Span& span,
                                 std::byte* parameter, std::byte* wire, unsigned thread) {
   constexpr int kLocal = kWideLocal ? 4 : 2, kWire = kWideLocal ? 2 : 4;
   switch (elements) {
@@ -215,12 +220,12 @@ __device__ uint64_t cast_chunks(int elements, const Segment& segment, const Span
 template <bool kPack>
 __device__ void move_span(const Segment& segment, uint32_t tile, std::byte* parameter,
                           std::byte* wire, uint64_t* digests) {
-  const auto width = wire_element_bytes(segment.op);
-  const auto per_tile = static_cast<uint32_t>(kTileBytes / width);
+  const auto width = static_cast<uint32_t>(wire_element_bytes(segment.op));
+  const uint32_t per_tile = static_cast<uint32_t>(kTileBytes) / width;
   const auto total = static_cast<uint32_t>(segment.rows * segment.cols);
   const uint32_t first = tile * per_tile;
   const Span span = {first, total - first < per_tile ? total : first + per_tile};
-  const int elements = elements_per_chunk(segment, parameter, wire);
+  const unsigned elements = elements_per_chunk(segment, parameter, wire);
   each_thread([&](unsigned thread) {
     uint64_t sum;
     if (segment.op == Op::kF32AsBf16) {
@@ -228,7 +233,7 @@ __device__ void move_span(const Segment& segment, uint32_t tile, std::byte* para
     } else if (segment.op == Op::kBf16AsF32) {
       sum = cast_chunks<kPack, false>(elements, segment, span, parameter, wire, thread);
     } else {
-      const int bytes = elements * static_cast<int>(width);
+      const unsigned bytes = elements * width;
       sum = copy_chunks<kPack>(bytes, segment, span, parameter, wire, thread);
     }
     add_to_digest(digests + segment.digest, sum);

@@ -16,12 +16,13 @@ namespace asyncrl::reshard {
 // Not safe for concurrent calls on one object. Throws std::runtime_error with CUDA's message.
 class CudaProgram {
  public:
-  // `max_blocks` bounds the grid, so that few multiprocessors are taken; 0 takes two per one.
+  // `max_blocks` bounds the grid, so that few multiprocessors are taken; 0 takes all.
   explicit CudaProgram(const CopyProgram& program, int max_blocks = 0);
   ~CudaProgram();
   CudaProgram(const CudaProgram&) = delete;
   CudaProgram& operator=(const CudaProgram&) = delete;
 
+  // Throw std::invalid_argument where `wire` is not aligned to the widest element of the bucket.
   void pack(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
             void* stream);
   void unpack(const std::vector<uint64_t>& parameters, const std::byte* wire, uint64_t* digests,
@@ -38,6 +39,7 @@ class CudaProgram {
   size_t scales_offset_ = 0;
   size_t parameters_offset_ = 0;
   int64_t num_tiles_ = 0;
+  int64_t wire_alignment_ = 1;
   unsigned num_blocks_ = 0;
 };
 

@@ -43,7 +43,9 @@ __device__ __forceinline__ bool is_warp_leader() { return threadIdx.x % 32 == 0;
 
 namespace asyncrl::reshard {
 
-constexpr unsigned kThreads = 512;  // per block
+// Per block. One block fills a multiprocessor: where few of them may be taken, each must keep
+// enough bytes in flight.
+constexpr unsigned kThreads = 1024;
 
 // Every thread of a warp adds its sum to one digest.
 __device__ inline void add_to_digest(uint64_t* digest, uint64_t sum) {

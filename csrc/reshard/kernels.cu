@@ -4,6 +4,7 @@
 //
 // A tile is a run of elements (chunk_kernel.h) or a square (block_kernel.h). Blocks never meet each
 // other: the digests, summed atomically once per warp and tile, are all that they share.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,12 +35,14 @@ struct Tables {
 namespace {
 
 template <bool kPack>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     move_segments(Tables tables, std::byte* wire, uint64_t* digests) {
   __shared__ TurnedTile turned;
   __shared__ unsigned largest;
+  Tile next = tables.tiles[blockIdx.x];  // the grid has no more blocks than there are tiles
   for (int64_t idx = blockIdx.x; idx < tables.num_tiles; idx += gridDim.x) {
-    const Tile tile = tables.tiles[idx];
+    const Tile tile = next;
+    if (idx + gridDim.x < tables.num_tiles) next = tables.tiles[idx + gridDim.x];
     const Segment segment = tables.segments[tile.segment];
     auto* parameter = reinterpret_cast<std::byte*>(tables.parameters[segment.parameter]);
     if (is_quantised(segment.op)) {
@@ -66,7 +69,7 @@ int default_blocks() {
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute");
-  return 2 * multiprocessors;
+  return multiprocessors;
 }
 
 int64_t num_tiles_of(const Segment& segment) {
@@ -118,6 +121,9 @@ CudaProgram::CudaProgram(const CopyProgram& program, int max_blocks) : program_(
   num_tiles_ = static_cast<int64_t>(tiles.size());
   const int64_t limit = max_blocks > 0 ? max_blocks : default_blocks();
   num_blocks_ = static_cast<unsigned>(num_tiles_ < limit ? num_tiles_ : limit);
+  for (const Segment& segment : program.segments())
+    wire_alignment_ = std::max(wire_alignment_, wire_element_bytes(segment.op));
+  if (!program.scales().empty()) wire_alignment_ = std::max(wire_alignment_, int64_t{4});
   TableWriter writer;
   writer.add(tiles);
   segments_offset_ = writer.add(program.segments());
@@ -137,6 +143,10 @@ void CudaProgram::launch(const std::vector<uint64_t>& parameters, std::byte* wir
                          uint64_t* digests, void* stream) {
   program_.check_parameters(parameters.size());
   if (num_tiles_ == 0) return;
+  if (reinterpret_cast<uint64_t>(wire) % static_cast<uint64_t>(wire_alignment_) != 0) {
+    throw std::invalid_argument("a bucket on the device must start at a multiple of " +
+                                std::to_string(wire_alignment_) + " bytes (of 16 to be fast)");
+  }
   check(cudaMemcpyAsync(tables_ + parameters_offset_, parameters.data(),
                         parameters.size() * sizeof(uint64_t), cudaMemcpyHostToDevice,
                         static_cast<cudaStream_t>(stream)),

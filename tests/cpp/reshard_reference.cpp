@@ -106,21 +106,26 @@ uint64_t round_to_bf16(uint64_t bits) {
   return kept + ((below > 0x8000u || (below == 0x8000u && (kept & 1u))) ? 1 : 0);
 }
 
-// The nearest of all magnitudes of e4m3fn, the even one of two.
+// The magnitudes of e4m3fn by their codes.
+const double* fp8_numbers() {
+  static double numbers[0x7F];
+  for (int code = 1; numbers[0x7E] == 0 && code < 0x7F; ++code) {
+    const int exponent = code >> 3, mantissa = code & 7;
+    numbers[code] = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  }
+  return numbers;
+}
+
+// The nearest of all magnitudes, the one with the even code of two.
 uint8_t round_to_fp8(float value) {
   if (std::isnan(value)) return 0x7F;
   const double magnitude = std::fmin(std::fabs(static_cast<double>(value)), 448.0);
+  const double* numbers = fp8_numbers();
   uint8_t best = 0;
-  double best_distance = magnitude;
-  for (uint8_t code = 1; code <= 0x7E; ++code) {
-    const int exponent = code >> 3, mantissa = code & 7;
-    const double number =
-        exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
-    const double distance = std::fabs(number - magnitude);
-    if (distance < best_distance || (distance == best_distance && code % 2 == 0)) {
-      best = code;
-      best_distance = distance;
-    }
+  while (best < 0x7E && numbers[best + 1] <= magnitude) ++best;
+  if (best < 0x7E) {
+    const double below = magnitude - numbers[best], above = numbers[best + 1] - magnitude;
+    if (above < below || (above == below && best % 2 == 1)) ++best;
   }
   return static_cast<uint8_t>(best | (std::signbit(value) ? 0x80 : 0));
 }

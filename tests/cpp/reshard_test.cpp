@@ -171,9 +171,30 @@ void refuse_bad_programs() {
   require(is_refused(good, {scales}), "scales without quantising were accepted");
 }
 
+// The device cannot load elements that are not aligned; a bucket there must be refused instead.
+void refuse_misaligned_buckets() {
+  Scenario scenario;
+  scenario.segments = {{0, 0, 8, 4, 8, 0, 0, 8, 0, Op::kCopy4}};
+  scenario.parameters = {Bytes(128)};
+  scenario.wire.resize(132);
+  CudaProgram program(CopyProgram(scenario.segments, scenario.sizes(), 128, 1));
+  std::vector<uint64_t> digests(1);
+  for (const int64_t shift : {1, 2, 3}) {
+    bool refused = false;
+    try {
+      program.pack(scenario.addresses(), scenario.wire.data() + shift, digests.data(), nullptr);
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    require(refused, "a bucket of floats at address 4 n + %lld was accepted",
+            static_cast<long long>(shift));
+  }
+}
+
 int main(int argc, char** argv) {
   const int trials = argc > 1 ? std::atoi(argv[1]) : 300;
   refuse_bad_programs();
+  refuse_misaligned_buckets();
   const MoveRows best = best_move_rows();
   for (int trial = 0; trial < 20 * trials; ++trial) {
     compare_rows(trial, move_rows_portable, "portable");
