@@ -3,19 +3,24 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #ifdef ASYNCRL_WITH_CUDA
 #include "reshard/cuda_program.h"
 #endif
 #include "reshard/program.h"
+#include "reshard/workers.h"
 
 namespace py = pybind11;
 
 namespace asyncrl {
 namespace {
 
+using reshard::BlockScales;
 using reshard::CopyProgram;
+using reshard::CopyWorkers;
 using reshard::Segment;
 
 template <typename Value>
@@ -65,35 +70,45 @@ void register_cuda(py::module_& module) {
 
 void register_reshard(py::module_& module) {
   module.attr("SEGMENT_FIELDS") = reshard::kSegmentFields;
+  module.attr("BLOCK_SCALES_FIELDS") = reshard::kBlockScalesFields;
+  py::class_<CopyWorkers>(module, "CopyWorkers",
+                          "Threads that share the copies of one bucket at a time.")
+      .def(py::init<int>(), py::arg("num_threads"), "The calling thread is one of them.")
+      .def_property_readonly("num_threads", &CopyWorkers::num_threads);
   py::class_<CopyProgram>(
       module, "CopyProgram",
       "The copies of one bucket, checked against the sizes of all that they touch.")
       .def(py::init([](const py::buffer& segments, const std::vector<int64_t>& parameter_bytes,
-                       int64_t wire_bytes, int64_t num_digests) {
+                       int64_t wire_bytes, int64_t num_digests,
+                       const std::optional<py::buffer>& block_scales) {
+             std::vector<BlockScales> scales;
+             if (block_scales) scales = copy_table<BlockScales>(*block_scales, "block scales");
              return CopyProgram(copy_table<Segment>(segments, "segments"), parameter_bytes,
-                                wire_bytes, num_digests);
+                                wire_bytes, num_digests, std::move(scales));
            }),
            py::arg("segments"), py::arg("parameter_bytes"), py::arg("wire_bytes"),
-           py::arg("num_digests"))
+           py::arg("num_digests"), py::arg("block_scales") = py::none())
       .def(
           "pack",
           [](const CopyProgram& program, const std::vector<uint64_t>& parameters,
-             uint64_t wire_address, uint64_t digests_address) {
+             uint64_t wire_address, uint64_t digests_address, CopyWorkers* workers) {
             const py::gil_scoped_release release;
             program.pack(parameters, reinterpret_cast<std::byte*>(wire_address),
-                         reinterpret_cast<uint64_t*>(digests_address));
+                         reinterpret_cast<uint64_t*>(digests_address), workers);
           },
           py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          py::arg("workers") = nullptr,
           "Copy parameters (addresses) into the bucket and add to num_digests 64-bit digests.")
       .def(
           "unpack",
           [](const CopyProgram& program, const std::vector<uint64_t>& parameters,
-             uint64_t wire_address, uint64_t digests_address) {
+             uint64_t wire_address, uint64_t digests_address, CopyWorkers* workers) {
             const py::gil_scoped_release release;
             program.unpack(parameters, reinterpret_cast<const std::byte*>(wire_address),
-                           reinterpret_cast<uint64_t*>(digests_address));
+                           reinterpret_cast<uint64_t*>(digests_address), workers);
           },
           py::arg("parameters"), py::arg("wire_address"), py::arg("digests_address"),
+          py::arg("workers") = nullptr,
           "Copy the bucket into parameters (addresses) and add to num_digests 64-bit digests.")
       .def_property_readonly("wire_bytes", &CopyProgram::wire_bytes)
       .def_property_readonly("num_digests", &CopyProgram::num_digests)

@@ -1,146 +1,191 @@
-// The CPU executor: one pass per segment row that copies, casts and digests. The loops are written
-// for the compiler's vectoriser and cloned for AVX2, chosen when the library is loaded.
-#include <cstring>
-#include <type_traits>
+// The CPU executor:
+//
+//   segments, cut into one share of the bytes per thread -- rows.h or blocks.h --> copies, digests
+//
+// A share may end anywhere between rows, or between blocks where they share a scale; digests are
+// sums, so they do not depend on the cut.
+#include <algorithm>
+#include <atomic>
 
+#include "reshard/blocks.h"
 #include "reshard/program.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define ASYNCRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define ASYNCRL_CLONES
-#endif
+#include "reshard/rows.h"
+#include "reshard/workers.h"
 
 namespace asyncrl::reshard {
 namespace {
 
-// Rows of `count` elements: source and target never overlap.
-template <typename Element>
-inline uint64_t copy_row(const Element* __restrict source, Element* __restrict target,
-                         int64_t count, uint64_t position) {
-  uint64_t sum = 0;
-  for (int64_t idx = 0; idx < count; ++idx) {
-    const Element value = source[idx];
-    target[idx] = value;
-    sum += digest_term(value, position + static_cast<uint64_t>(idx));
-  }
-  return sum;
-}
+// Buckets of at least this size go around the cache, which would not hold them anyway.
+constexpr int64_t kPastCacheBytes = int64_t{8} << 20;
 
-ASYNCRL_CLONES uint64_t copy_row1(const uint8_t* source, uint8_t* target, int64_t count,
-                                  uint64_t position) {
-  return copy_row(source, target, count, position);
-}
-ASYNCRL_CLONES uint64_t copy_row2(const uint16_t* source, uint16_t* target, int64_t count,
-                                  uint64_t position) {
-  return copy_row(source, target, count, position);
-}
-ASYNCRL_CLONES uint64_t copy_row4(const uint32_t* source, uint32_t* target, int64_t count,
-                                  uint64_t position) {
-  return copy_row(source, target, count, position);
-}
+struct Part {
+  Segment segment;
+  BlockScales scales;  // of a quantising segment
+};
 
-ASYNCRL_CLONES uint64_t round_row(const uint32_t* __restrict source, uint16_t* __restrict target,
-                                  int64_t count, uint64_t position) {
-  uint64_t sum = 0;
-  for (int64_t idx = 0; idx < count; ++idx) {
-    const uint16_t value = bf16_from_f32(source[idx]);
-    target[idx] = value;
-    sum += digest_term(value, position + static_cast<uint64_t>(idx));
-  }
-  return sum;
-}
-
-ASYNCRL_CLONES uint64_t widen_row(const uint16_t* __restrict source, uint32_t* __restrict target,
-                                  int64_t count, uint64_t position) {
-  uint64_t sum = 0;
-  for (int64_t idx = 0; idx < count; ++idx) {
-    const uint16_t value = source[idx];
-    target[idx] = f32_from_bf16(value);
-    sum += digest_term(value, position + static_cast<uint64_t>(idx));
-  }
-  return sum;
-}
-
-// Calls row_copy(parameter row, wire row, element count, position) for every row of a segment.
-template <typename ParameterElement, typename WireElement, typename Parameter, typename Wire,
-          typename RowCopy>
-uint64_t for_each_row(const Segment& segment, Parameter* parameter, Wire* wire, RowCopy row_copy) {
-  using Local =
-      std::conditional_t<std::is_const_v<Parameter>, const ParameterElement, ParameterElement>;
-  using Remote = std::conditional_t<std::is_const_v<Wire>, const WireElement, WireElement>;
-  auto* local = reinterpret_cast<Local*>(parameter);
-  uint64_t sum = 0;
-  for (int64_t row = 0; row < segment.rows; ++row) {
-    auto* remote = reinterpret_cast<Remote*>(wire + wire_byte(segment, row, 0));
-    sum += row_copy(local + parameter_element(segment, row, 0), remote, segment.cols,
-                    position_of(segment, row, 0));
-  }
-  return sum;
-}
-
-// A segment whose rows follow each other on all three sides is copied as a single row.
+// A segment whose rows follow each other on all three sides is a single row.
 Segment flattened(Segment segment) {
-  if (segment.stride == segment.cols && segment.position_stride == segment.cols) {
+  const bool moves_rows = !is_transposed(segment.op) && !is_quantised(segment.op);
+  if (moves_rows && segment.stride == segment.cols && segment.position_stride == segment.cols) {
     segment.cols *= segment.rows;
     segment.rows = 1;
   }
   return segment;
 }
 
-uint64_t pack_segment(const Segment& segment, const std::byte* parameter, std::byte* wire) {
-  switch (segment.op) {
-    case Op::kCopy1:
-      return for_each_row<uint8_t, uint8_t>(segment, parameter, wire, copy_row1);
-    case Op::kCopy2:
-      return for_each_row<uint16_t, uint16_t>(segment, parameter, wire, copy_row2);
-    case Op::kCopy4:
-      return for_each_row<uint32_t, uint32_t>(segment, parameter, wire, copy_row4);
-    case Op::kF32AsBf16:
-      return for_each_row<uint32_t, uint16_t>(segment, parameter, wire, round_row);
+// The rows, or the columns of a single row, from `first` up to `last`.
+Part cut(Part part, int64_t first, int64_t last) {
+  Segment& segment = part.segment;
+  const bool by_row = segment.rows > 1 || is_quantised(segment.op) || is_transposed(segment.op);
+  const int64_t row = by_row ? first : 0, col = by_row ? 0 : first;
+  const Segment whole = segment;
+  segment.offset = parameter_element(whole, row, col);
+  segment.wire = wire_byte(whole, row, col);
+  segment.position += row * whole.position_stride + col;
+  (by_row ? segment.rows : segment.cols) = last - first;
+  if (is_quantised(whole.op)) {
+    const int64_t block = row / kBlock;
+    part.scales.wire = scale_wire_byte(part.scales, whole, block, 0);
+    part.scales.position += block * part.scales.position_stride;
   }
-  return 0;
+  return part;
 }
 
-// Turns a row copy from the wire into the (parameter, wire) order of for_each_row.
-template <auto kCopy>
-constexpr auto reversed = [](auto* local, auto* remote, int64_t count, uint64_t position) {
-  return kCopy(remote, local, count, position);
+// Calls visit(part) for this share's parts of all segments.
+template <typename Visit>
+void for_each_part(const CopyProgram& program, int share, int num_shares, Visit visit) {
+  int64_t total = 0;
+  for (const Segment& segment : program.segments())
+    total += segment.rows * segment.cols * wire_element_bytes(segment.op);
+  const int64_t begin = total / num_shares * share;
+  const int64_t end = share + 1 == num_shares ? total : total / num_shares * (share + 1);
+  int64_t done = 0;
+  size_t next_scales = 0;
+  for (const Segment& original : program.segments()) {
+    Part part = {flattened(original), {}};
+    if (is_quantised(original.op)) part.scales = program.scales()[next_scales++];
+    const Segment& segment = part.segment;
+    const bool by_row = segment.rows > 1 || is_quantised(segment.op) || is_transposed(segment.op);
+    const int64_t lines = by_row ? segment.rows : segment.cols;
+    const int64_t line_bytes = (by_row ? segment.cols : 1) * wire_element_bytes(segment.op);
+    const int64_t step = is_quantised(segment.op) ? kBlock : by_row ? 1 : 64;
+    const auto line_at = [&](int64_t byte) {
+      const int64_t inside = std::clamp(byte - done, int64_t{0}, lines * line_bytes);
+      return inside == lines * line_bytes ? lines : inside / line_bytes / step * step;
+    };
+    const int64_t first = line_at(begin), last = line_at(end);
+    if (first < last) visit(first == 0 && last == lines ? part : cut(part, first, last));
+    done += lines * line_bytes;
+  }
+}
+
+RowMove row_move(Op op, bool pack) {
+  if (op == Op::kF32AsBf16) return pack ? RowMove::kRoundToWire : RowMove::kWidenOffWire;
+  if (op == Op::kBf16AsF32) return pack ? RowMove::kWidenToWire : RowMove::kRoundOffWire;
+  return RowMove::kCopy;
+}
+
+// The segment's rows, as they lie on the two sides.
+Rows rows_of(const Segment& segment, const std::byte* source, std::byte* target, bool pack,
+             bool past_cache) {
+  const int64_t local_bytes = parameter_element_bytes(segment.op);
+  const int64_t wire_bytes = wire_element_bytes(segment.op);
+  const int64_t local_at = segment.offset * local_bytes;
+  const int64_t local_stride = segment.stride * local_bytes;
+  const int64_t wire_stride = segment.cols * wire_bytes;
+  const bool counts_bytes = row_move(segment.op, pack) == RowMove::kCopy;
+  return {source + (pack ? local_at : segment.wire),
+          target + (pack ? segment.wire : local_at),
+          pack ? local_stride : wire_stride,
+          pack ? wire_stride : local_stride,
+          segment.rows,
+          segment.cols * (counts_bytes ? wire_bytes : 1),
+          position_byte(segment, 0, 0),
+          static_cast<uint64_t>(segment.position_stride * wire_bytes),
+          past_cache};
+}
+
+// Adds to digests that other threads may add to at the same time, or not.
+class Digests {
+ public:
+  Digests(uint64_t* digests, bool shared) : digests_(digests), shared_(shared) {}
+  void add(int64_t digest, uint64_t sum) const {
+    if (shared_) {
+      std::atomic_ref(digests_[digest]).fetch_add(sum, std::memory_order_relaxed);
+    } else {
+      digests_[digest] += sum;
+    }
+  }
+
+ private:
+  uint64_t* digests_;
+  bool shared_;
 };
 
-uint64_t unpack_segment(const Segment& segment, std::byte* parameter, const std::byte* wire) {
-  switch (segment.op) {
-    case Op::kCopy1:
-      return for_each_row<uint8_t, uint8_t>(segment, parameter, wire, reversed<copy_row1>);
-    case Op::kCopy2:
-      return for_each_row<uint16_t, uint16_t>(segment, parameter, wire, reversed<copy_row2>);
-    case Op::kCopy4:
-      return for_each_row<uint32_t, uint32_t>(segment, parameter, wire, reversed<copy_row4>);
-    case Op::kF32AsBf16:
-      return for_each_row<uint32_t, uint16_t>(segment, parameter, wire, reversed<widen_row>);
+void pack_part(const Part& part, const std::byte* parameter, std::byte* wire, bool past_cache,
+               const Digests& digests) {
+  static const MoveRows move_rows = best_move_rows();
+  const Segment& segment = part.segment;
+  if (is_quantised(segment.op)) {
+    const QuantisedDigests sums = pack_quantised(segment, part.scales, parameter, wire, move_rows);
+    digests.add(segment.digest, sums.elements);
+    digests.add(part.scales.digest, sums.scales);
+  } else if (is_transposed(segment.op)) {
+    digests.add(segment.digest, pack_transposed(segment, parameter, wire, move_rows));
+  } else {
+    digests.add(segment.digest, move_rows(row_move(segment.op, true),
+                                          rows_of(segment, parameter, wire, true, past_cache)));
   }
-  return 0;
+}
+
+void unpack_part(const Part& part, std::byte* parameter, const std::byte* wire, bool past_cache,
+                 const Digests& digests) {
+  static const MoveRows move_rows = best_move_rows();
+  const Segment& segment = part.segment;
+  const uint64_t sum = is_transposed(segment.op)
+                           ? unpack_transposed(segment, parameter, wire, move_rows)
+                           : move_rows(row_move(segment.op, false),
+                                       rows_of(segment, wire, parameter, false, past_cache));
+  digests.add(segment.digest, sum);
+}
+
+// Runs visit(part, digests) over the program, by the workers if there are any.
+template <typename Visit>
+void for_each_part(const CopyProgram& program, uint64_t* digests, CopyWorkers* workers,
+                   Visit visit) {
+  const int num_shares = workers ? workers->num_threads() : 1;
+  const Digests sums(digests, num_shares > 1);
+  const auto work = [&](int share) {
+    for_each_part(program, share, num_shares, [&](const Part& part) { visit(part, sums); });
+  };
+  if (workers) {
+    workers->run(work);
+  } else {
+    work(0);
+  }
 }
 
 }  // namespace
 
-void CopyProgram::pack(const std::vector<uint64_t>& parameters, std::byte* wire,
-                       uint64_t* digests) const {
+void CopyProgram::pack(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
+                       CopyWorkers* workers) const {
   check_parameters(parameters.size());
-  for (const Segment& segment : segments_) {
-    const auto* parameter = reinterpret_cast<const std::byte*>(parameters[segment.parameter]);
-    digests[segment.digest] += pack_segment(flattened(segment), parameter, wire);
-  }
+  const bool past_cache = wire_bytes_ >= kPastCacheBytes;
+  for_each_part(*this, digests, workers, [&](const Part& part, const Digests& sums) {
+    const auto address = parameters[static_cast<size_t>(part.segment.parameter)];
+    pack_part(part, reinterpret_cast<const std::byte*>(address), wire, past_cache, sums);
+  });
 }
 
 void CopyProgram::unpack(const std::vector<uint64_t>& parameters, const std::byte* wire,
-                         uint64_t* digests) const {
+                         uint64_t* digests, CopyWorkers* workers) const {
   check_parameters(parameters.size());
-  for (const Segment& segment : segments_) {
-    auto* parameter = reinterpret_cast<std::byte*>(parameters[segment.parameter]);
-    digests[segment.digest] += unpack_segment(flattened(segment), parameter, wire);
-  }
+  check_unpacks();
+  const bool past_cache = wire_bytes_ >= kPastCacheBytes;
+  for_each_part(*this, digests, workers, [&](const Part& part, const Digests& sums) {
+    const auto address = parameters[static_cast<size_t>(part.segment.parameter)];
+    unpack_part(part, reinterpret_cast<std::byte*>(address), wire, past_cache, sums);
+  });
 }
 
 }  // namespace asyncrl::reshard

@@ -16,27 +16,31 @@ namespace asyncrl::reshard {
 // Not safe for concurrent calls on one object. Throws std::runtime_error with CUDA's message.
 class CudaProgram {
  public:
-  // `max_blocks` bounds the grid, so that few multiprocessors are taken; 0 takes two per one.
+  // `max_blocks` bounds the grid, so that few multiprocessors are taken; 0 takes all.
   explicit CudaProgram(const CopyProgram& program, int max_blocks = 0);
   ~CudaProgram();
   CudaProgram(const CudaProgram&) = delete;
   CudaProgram& operator=(const CudaProgram&) = delete;
 
+  // Throw std::invalid_argument where `wire` is not aligned to the widest element of the bucket.
   void pack(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
             void* stream);
   void unpack(const std::vector<uint64_t>& parameters, const std::byte* wire, uint64_t* digests,
               void* stream);
 
  private:
-  void upload_parameters(const std::vector<uint64_t>& parameters, void* stream);
+  template <bool kPack>
+  void launch(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
+              void* stream);
 
-  std::byte* tables_ = nullptr;  // segments, ends of their tiles, addresses of the parameters
-  size_t tile_ends_offset_ = 0;
+  CopyProgram program_;
+  std::byte* tables_ = nullptr;  // tiles, segments, scales, addresses of the parameters
+  size_t segments_offset_ = 0;
+  size_t scales_offset_ = 0;
   size_t parameters_offset_ = 0;
-  int num_segments_ = 0;
-  int num_tiles_ = 0;
-  int num_blocks_ = 0;
-  int64_t num_parameters_ = 0;
+  int64_t num_tiles_ = 0;
+  int64_t wire_alignment_ = 1;
+  unsigned num_blocks_ = 0;
 };
 
 }  // namespace asyncrl::reshard

@@ -5,18 +5,13 @@
 //   parameter (strided rows)  -- pack -->  bucket (rows back to back)  -- unpack -->  parameter
 //
 // While copying, every wire element adds a term keyed by its position in the receiver's parameter
-// to a 64-bit digest, so that pieces may be summed in any order and a moved or changed element
-// shows.
+// to a 64-bit digest (digest.h).
 #ifndef ASYNCRL_RESHARD_INDEX_H_
 #define ASYNCRL_RESHARD_INDEX_H_
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define ASYNCRL_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define ASYNCRL_HOST_DEVICE inline
-#endif
+#include "reshard/host_device.h"
 
 namespace asyncrl::reshard {
 
@@ -25,13 +20,24 @@ enum class Op : int64_t {
   kCopy1 = 1,  // the number is the element's size in bytes, the same on both sides
   kCopy2 = 2,
   kCopy4 = 4,
-  kF32AsBf16 = 5  // float32 in the parameter, bfloat16 on the wire
+  kF32AsBf16 = 5,  // float32 in the parameter, bfloat16 on the wire
+  kBf16AsF32 = 6,  // bfloat16 in the parameter, float32 on the wire
+  kCopy8 = 8,
+  // Pack only: float8 e4m3fn on the wire, one float32 scale per block of 128 x 128 elements,
+  // counted from the segment's first element. The receiver copies bytes and scales.
+  kF32AsFp8 = 9,
+  kBf16AsFp8 = 10,
+  // The parameter holds the transposed rectangle: element (row, col) at offset + col * stride +
+  // row.
+  kTranspose1 = 17,  // 16 + the element's size
+  kTranspose2 = 18,
+  kTranspose4 = 20
 };
 
 struct Segment {
   int64_t parameter;  // index of the local parameter
   int64_t offset;     // of the rectangle's first element in it, in elements
-  int64_t stride;     // between rows of the parameter, in elements
+  int64_t stride;     // between rows of the parameter as it is stored, in elements
   int64_t rows;
   int64_t cols;
   int64_t wire;             // offset of the first element in the bucket, in bytes
@@ -43,43 +49,65 @@ struct Segment {
 inline constexpr int kSegmentFields = 10;
 static_assert(sizeof(Segment) == kSegmentFields * sizeof(int64_t));
 
+// Where the scales of a quantising segment go: a rectangle of one float32 per block.
+struct BlockScales {
+  int64_t segment;          // index of the segment that is quantised
+  int64_t wire;             // offset of the first scale in the bucket, in bytes
+  int64_t position;         // of the first scale in the receiver's parameter of scales, in elements
+  int64_t position_stride;  // between rows of blocks there, in elements
+  int64_t digest;           // index of the digest that the scales add to
+};
+inline constexpr int kBlockScalesFields = 5;
+static_assert(sizeof(BlockScales) == kBlockScalesFields * sizeof(int64_t));
+inline constexpr int64_t kBlock = 128;  // rows and columns that share a scale
+
+ASYNCRL_HOST_DEVICE constexpr bool is_transposed(Op op) { return static_cast<int64_t>(op) > 16; }
+
+ASYNCRL_HOST_DEVICE constexpr bool is_quantised(Op op) {
+  return op == Op::kF32AsFp8 || op == Op::kBf16AsFp8;
+}
+
 ASYNCRL_HOST_DEVICE constexpr int64_t parameter_element_bytes(Op op) {
-  return op == Op::kF32AsBf16 ? 4 : static_cast<int64_t>(op);
+  if (op == Op::kF32AsBf16 || op == Op::kF32AsFp8) return 4;
+  if (op == Op::kBf16AsF32 || op == Op::kBf16AsFp8) return 2;
+  return static_cast<int64_t>(op) & 15;
 }
 
 ASYNCRL_HOST_DEVICE constexpr int64_t wire_element_bytes(Op op) {
-  return op == Op::kF32AsBf16 ? 2 : static_cast<int64_t>(op);
+  if (op == Op::kF32AsBf16) return 2;
+  if (op == Op::kBf16AsF32) return 4;
+  if (is_quantised(op)) return 1;
+  return static_cast<int64_t>(op) & 15;
 }
 
 ASYNCRL_HOST_DEVICE int64_t parameter_element(const Segment& segment, int64_t row, int64_t col) {
-  return segment.offset + row * segment.stride + col;
+  return is_transposed(segment.op) ? segment.offset + col * segment.stride + row
+                                   : segment.offset + row * segment.stride + col;
 }
 
 ASYNCRL_HOST_DEVICE int64_t wire_byte(const Segment& segment, int64_t row, int64_t col) {
   return segment.wire + (row * segment.cols + col) * wire_element_bytes(segment.op);
 }
 
-ASYNCRL_HOST_DEVICE uint64_t position_of(const Segment& segment, int64_t row, int64_t col) {
-  return static_cast<uint64_t>(segment.position + row * segment.position_stride + col);
+// Byte of the receiver's parameter, in wire elements: what keys the digest.
+ASYNCRL_HOST_DEVICE uint64_t position_byte(const Segment& segment, int64_t row, int64_t col) {
+  return static_cast<uint64_t>((segment.position + row * segment.position_stride + col) *
+                               wire_element_bytes(segment.op));
 }
 
-// One 32 x 32 -> 64 bit product per element. With the position fixed the term is injective in the
-// value, so a single changed element always changes the sum.
-ASYNCRL_HOST_DEVICE uint64_t digest_term(uint32_t wire_bits, uint64_t position) {
-  const uint64_t key = (position + 1) * 0x9E3779B97F4A7C15ull;
-  return static_cast<uint64_t>(wire_bits ^ static_cast<uint32_t>(key)) *
-         static_cast<uint64_t>(static_cast<uint32_t>(key >> 32) | 1u);
+ASYNCRL_HOST_DEVICE constexpr int64_t num_blocks(int64_t elements) {
+  return (elements + kBlock - 1) / kBlock;
 }
 
-// Round to nearest even; every NaN becomes the quiet 0x7FC0.
-ASYNCRL_HOST_DEVICE uint16_t bf16_from_f32(uint32_t bits) {
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  return static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded);
+// Scales are numbered by row and column of their block.
+ASYNCRL_HOST_DEVICE int64_t scale_wire_byte(const BlockScales& scales, const Segment& segment,
+                                            int64_t row, int64_t col) {
+  return scales.wire + (row * num_blocks(segment.cols) + col) * 4;
 }
 
-ASYNCRL_HOST_DEVICE uint32_t f32_from_bf16(uint16_t bits) {
-  return static_cast<uint32_t>(bits) << 16;
+ASYNCRL_HOST_DEVICE uint64_t scale_position_byte(const BlockScales& scales, int64_t row,
+                                                 int64_t col) {
+  return static_cast<uint64_t>(scales.position + row * scales.position_stride + col) * 4;
 }
 
 }  // namespace asyncrl::reshard

@@ -1,0 +1,243 @@
+// Rows by AVX2, eight units at a time. Per vector: the keys of its units (even and odd lanes), two
+// 32 x 32 -> 64 bit products, and a sum for the 2^32 part of every factor; the three accumulators
+// stay in registers over all rows. The first and the last vector of a run may overlap the others:
+// moving bytes twice is harmless, and lanes that count elsewhere are cleared before the digest.
+#include "reshard/rows.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+
+#include "reshard/row_moves.h"
+
+namespace asyncrl::reshard {
+namespace {
+
+constexpr int64_t kLanes = 8;
+constexpr int64_t kAheadBytes = 4096;  // of the source, asked for before it is needed
+
+inline __m256i load_vector(const std::byte* address) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
+}
+
+template <bool kStream>
+inline void store_vector(std::byte* address, __m256i value) {
+  if constexpr (kStream) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(address), value);
+  } else {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value);
+  }
+}
+
+// bfloat16 of eight float32, in the low halves of the lanes.
+inline __m256i round_lanes(__m256i bits) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
+  const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), is_nan);
+}
+
+// Sixteen 16-bit values from the low halves of two vectors, in order.
+inline __m256i narrow(__m256i first, __m256i second) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
+}
+
+// Eight 16-bit values to the high halves of the lanes: bfloat16 to float32.
+inline __m256i widen(__m128i values) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16);
+}
+
+inline __m128i load_half(const std::byte* address) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(address));
+}
+
+// Moves eight units; returns them.
+template <RowMove kMove, bool kStream>
+inline __m256i move_vector(const std::byte* source, std::byte* target) {
+  if constexpr (kMove == RowMove::kCopy) {
+    const __m256i units = load_vector(source);
+    store_vector<kStream>(target, units);
+    return units;
+  } else if constexpr (kMove == RowMove::kRoundToWire) {
+    const __m256i units =
+        narrow(round_lanes(load_vector(source)), round_lanes(load_vector(source + 32)));
+    store_vector<kStream>(target, units);
+    return units;
+  } else if constexpr (kMove == RowMove::kWidenOffWire) {
+    const __m256i units = load_vector(source);
+    store_vector<kStream>(target, widen(_mm256_castsi256_si128(units)));
+    store_vector<kStream>(target + 32, widen(_mm256_extracti128_si256(units, 1)));
+    return units;
+  } else if constexpr (kMove == RowMove::kWidenToWire) {
+    const __m256i units = widen(load_half(source));
+    store_vector<kStream>(target, units);
+    return units;
+  } else {
+    static_assert(kMove == RowMove::kRoundOffWire && !kStream);
+    const __m256i units = load_vector(source);
+    const __m256i values = narrow(round_lanes(units), _mm256_setzero_si256());
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(values));
+    return units;
+  }
+}
+
+inline __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+
+// Seeds of eight units that follow each other.
+inline __m256i seeds_from(uint64_t unit) {
+  const __m256i steps = _mm256_mullo_epi32(lane_numbers(), _mm256_set1_epi32(int(kKeyStep)));
+  return _mm256_add_epi32(_mm256_set1_epi32(int(key_seed(unit))), steps);
+}
+
+struct Sums {
+  __m256i even = _mm256_setzero_si256(), odd = even, plain = even;
+
+  void add(__m256i units, __m256i seeds) {
+    const __m256i folded = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 16));
+    const __m256i twice = _mm256_add_epi32(folded, folded);
+    const __m256i square =
+        _mm256_mullo_epi32(folded, _mm256_sub_epi32(twice, _mm256_set1_epi32(-1)));
+    const __m256i keys = _mm256_xor_si256(square, _mm256_srli_epi32(square, 15));
+    even = _mm256_add_epi64(even, _mm256_mul_epu32(units, keys));
+    odd = _mm256_add_epi64(
+        odd, _mm256_mul_epu32(_mm256_srli_epi64(units, 32), _mm256_srli_epi64(keys, 32)));
+    plain = _mm256_add_epi32(plain, units);
+  }
+
+  uint64_t total() const {
+    alignas(32) uint64_t products[4];
+    alignas(32) uint32_t values[kLanes];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(products), _mm256_add_epi64(even, odd));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(values), plain);
+    uint64_t sum = 0;
+    for (const uint64_t product : products) sum += product;
+    for (const uint32_t value : values) sum += static_cast<uint64_t>(value) << 32;
+    return sum;
+  }
+};
+
+// Where the source bytes are that follow kAheadBytes later: in this row or in a later one.
+struct Ahead {
+  int64_t in_row, over_edge;  // distances
+  int64_t edge;               // bytes of a row after which the second distance holds
+
+  Ahead(const Rows& rows, int64_t row_bytes) {
+    const int64_t rest = kAheadBytes % row_bytes;
+    in_row = kAheadBytes / row_bytes * rows.source_stride + rest;
+    over_edge = in_row + rows.source_stride - row_bytes;
+    edge = row_bytes - rest;
+  }
+  void fetch(const std::byte* row, int64_t offset) const {
+    _mm_prefetch(row + offset + (offset < edge ? in_row : over_edge), _MM_HINT_NTA);
+  }
+};
+
+template <RowMove kMove>
+class Run {
+ public:
+  static constexpr int64_t kPerUnit = kUnitBytes / Move<kMove>::kWire;
+  static constexpr int64_t kSource = kPerUnit * Move<kMove>::kSource;  // bytes per unit
+  static constexpr int64_t kTarget = kPerUnit * Move<kMove>::kTarget;
+  static constexpr bool kCanStream = kTarget * kLanes >= 32;
+
+  // At least kLanes units, all of them below the same multiple of 2^32.
+  template <bool kStream>
+  static void move(Sums& sums, const Ahead& ahead, const std::byte* source, std::byte* target,
+                   int64_t count, uint64_t unit) {
+    int64_t done = 0;
+    if constexpr (kStream) {
+      done = units_before_alignment(target);
+      if (done) masked(sums, source, target, 0, unit, _mm256_set1_epi32(-1), int(done));
+    }
+    __m256i seeds = seeds_from(unit + static_cast<uint64_t>(done));
+    const __m256i step = _mm256_set1_epi32(int(kKeyStep * kLanes));
+    for (; done + kLanes <= count; done += kLanes) {
+      ahead.fetch(source, done * kSource);
+      sums.add(move_vector<kMove, kStream>(source + done * kSource, target + done * kTarget),
+               seeds);
+      seeds = _mm256_add_epi32(seeds, step);
+    }
+    if (done < count) {
+      const int64_t first = count - kLanes;
+      const __m256i counted =
+          _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done - first - 1)));
+      masked(sums, source, target, first, unit, counted, kLanes);
+    }
+  }
+
+  static bool can_align(const std::byte* target) {
+    return kCanStream && reinterpret_cast<uintptr_t>(target) % kTarget == 0;
+  }
+
+ private:
+  static int64_t units_before_alignment(const std::byte* target) {
+    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % 32) / kTarget;
+  }
+
+  // Moves the eight units from `first` on; those where `counted` is set and that come before lane
+  // `end` are digested.
+  static void masked(Sums& sums, const std::byte* source, std::byte* target, int64_t first,
+                     uint64_t unit, __m256i counted, int end) {
+    const __m256i units =
+        move_vector<kMove, false>(source + first * kSource, target + first * kTarget);
+    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane_numbers());
+    sums.add(_mm256_and_si256(units, _mm256_and_si256(before, counted)),
+             seeds_from(unit + static_cast<uint64_t>(first)));
+  }
+};
+
+template <RowMove kMove>
+uint64_t move_rows(const Rows& rows) {
+  Sums sums;
+  uint64_t others = 0;
+  const bool past_cache = rows.past_cache;
+  const Ahead ahead(rows, rows.elements * Move<kMove>::kSource);
+  const uint64_t ends = for_each_row<kMove>(
+      rows, [&](const std::byte* source, std::byte* target, int64_t count, uint64_t unit) {
+        const bool crosses = (unit >> 32) != ((unit + static_cast<uint64_t>(count) - 1) >> 32);
+        if (count < kLanes || crosses) {
+          others += move_units<kMove>(source, target, count, unit);
+          return;
+        }
+        if constexpr (Run<kMove>::kCanStream) {
+          if (past_cache && count >= 3 * kLanes && Run<kMove>::can_align(target)) {
+            Run<kMove>::template move<true>(sums, ahead, source, target, count, unit);
+            return;
+          }
+        }
+        Run<kMove>::template move<false>(sums, ahead, source, target, count, unit);
+      });
+  if (rows.past_cache) _mm_sfence();
+  return ends + others + sums.total();
+}
+
+uint64_t move_any_rows(RowMove move, const Rows& rows) {
+  switch (move) {
+    case RowMove::kCopy:
+      return move_rows<RowMove::kCopy>(rows);
+    case RowMove::kRoundToWire:
+      return move_rows<RowMove::kRoundToWire>(rows);
+    case RowMove::kWidenOffWire:
+      return move_rows<RowMove::kWidenOffWire>(rows);
+    case RowMove::kWidenToWire:
+      return move_rows<RowMove::kWidenToWire>(rows);
+    case RowMove::kRoundOffWire:
+      return move_rows<RowMove::kRoundOffWire>(rows);
+  }
+  return 0;
+}
+
+}  // namespace
+
+MoveRows avx2_move_rows() { return move_any_rows; }
+
+}  // namespace asyncrl::reshard
+#else
+
+namespace asyncrl::reshard {
+
+MoveRows avx2_move_rows() { return nullptr; }
+
+}  // namespace asyncrl::reshard
+#endif
