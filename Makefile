@@ -68,6 +68,8 @@ layouts: $(BUILD_STAMP)
 
 bench: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python benchmarks/ring.py
+	$(RANK_ENV) $(BIN)/python benchmarks/publish.py
+	$(RANK_ENV) $(BIN)/python benchmarks/pack.py
 
 clean:
 	rm -rf build asyncrl/_C*.so *.egg-info

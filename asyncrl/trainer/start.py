@@ -57,7 +57,8 @@ def run_rank(config: Config) -> None:
         policy.layouts(),
         policy.tensors(),
         geometry,
-        int(config.weights.bucket_mib * MIB),
+        # Engines are sent to side by side, so that their staging buffers share the room of two.
+        int(config.weights.bucket_mib * MIB) // config.engine.replicas,
         config.weights.timeout_s,
     )
     loop = TrainingLoop(
