@@ -87,7 +87,7 @@ def paint(case: Case, moves: Moves) -> tuple[list[list[Matrix]], list[list[Matri
     targets = [[np.full(shard.shape, -1) for shard in layout.shards] for layout in case.receivers]
     hits = [[np.zeros(shard.shape, dtype=np.int64) for shard in layout.shards] for layout in case.receivers]
     for move in np.stack(moves.columns(), axis=1).tolist():
-        sender, receiver, s_shard, s_row, s_col, t_shard, t_row, t_col, rows, cols, _ = move
+        sender, receiver, s_shard, s_row, s_col, t_shard, t_row, t_col, rows, cols, _, _ = move
         given = sources[sender][s_shard][s_row : s_row + rows, s_col : s_col + cols]
         targets[receiver][t_shard][t_row : t_row + rows, t_col : t_col + cols] = given
         hits[receiver][t_shard][t_row : t_row + rows, t_col : t_col + cols] += 1
