@@ -44,7 +44,8 @@ def random_case(seed: int) -> Case:
             ranks = rng.choice(num_senders, int(rng.integers(1, num_senders + 1)), replace=False)
             for rank in ranks.tolist():
                 holders[name][rank, row : row + height, col : col + width] = True
-                _place(rng, sent[rank], name, (row, col, height, width))
+                for _ in range(1 + (rng.random() < 0.2)):  # a rank may hold the same twice
+                    _place(rng, sent[rank], name, (row, col, height, width))
         for row, col, height, width in _grid(rng, rows, cols):
             for rank in range(num_receivers):
                 if rng.random() < 0.6:

@@ -11,7 +11,7 @@ import torch
 from asyncrl.weights.engine_layout import engine_shards
 from asyncrl.weights.fp8 import FP8
 from asyncrl.weights.geometry import MlaGeometry, ModelError, ModelGeometry, MoeGeometry
-from asyncrl.weights.layout import ShardLayout
+from asyncrl.weights.layout import Block, ShardLayout
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.pack import refuse_quantising
 from asyncrl.weights.plan import TransferPlan, plan_transfer
@@ -142,3 +142,13 @@ def test_cuts_within_a_block_are_refused() -> None:
 def test_plain_engines_have_no_scales() -> None:
     shards: tuple[ShardLayout, ...] = engine_shards(blocks_model(), 2, 0)
     assert not any(shard.name.endswith("_scale_inv") or shard.dtype == FP8 for shard in shards)
+
+
+def test_a_weight_at_an_odd_place_of_its_parameter_is_refused() -> None:
+    """Its blocks would be found at multiples of 128 of the parameter."""
+    held, wanted = Block("w", 0, 0, 128, 128, local_row=64), Block("w", 0, 0, 128, 128)
+    scale = Block("w_scale_inv", 0, 0, 1, 1)
+    sender = RankLayout((ShardLayout("fused", (192, 128), (held,)),), ("bfloat16",))
+    shards = ShardLayout("w", (128, 128), (wanted,)), ShardLayout("w_scale_inv", (1, 1), (scale,))
+    with pytest.raises(ModelError, match="of w, not whole blocks of 128"):
+        plan_transfer([sender], [RankLayout(shards, (FP8, "float32"))], 1 << 20)
