@@ -104,7 +104,7 @@ def _add_plan_weights(subjects: argparse._SubParsersAction[argparse.ArgumentPars
     weights.add_argument("--strategy", choices=("p2p", "broadcast", "relay"), default="")
     dtypes = ("bfloat16", "float32")
     weights.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of both sides' parameters")
-    weights.add_argument("--engine-dtype", choices=dtypes, help="of the engine's, where it differs")
+    weights.add_argument("--engine-dtype", choices=(*dtypes, "fp8"), help="of the engine's, where it differs")
     weights.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     weights.set_defaults(command=_plan_weights)
 
@@ -185,7 +185,8 @@ def _plan_weights(options: argparse.Namespace) -> int:
             links=Links(options.bandwidth * 1e9, options.latency * 1e-6),
             strategy=options.strategy,
             trainer_dtype=options.dtype,
-            engine_dtype=options.engine_dtype or options.dtype,
+            engine_dtype={"fp8": "float8_e4m3fn"}.get(options.engine_dtype, options.engine_dtype)
+            or options.dtype,
         )
     )
     Console().print(plan_tables(plan))

@@ -27,7 +27,7 @@ def moe_of(family: str) -> MoeGeometry | None:
     if family == "qwen3_moe":
         return MoeGeometry(16, 24, 0, has_bias=False, dense_layers=frozenset())
     if family.startswith("deepseek_v3"):
-        return MoeGeometry(16, 24, 32, has_bias=True, dense_layers=frozenset({0}))
+        return MoeGeometry(16, 24, 48, has_bias=True, dense_layers=frozenset({0}))
     return None
 
 

@@ -9,9 +9,12 @@ each the part j % m of m = tp / ep (SGLang's `runtime_context.py`: moe_ep_rank, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from asyncrl.weights.cuts import LayerTensors, expert_shard, row_shard
+from asyncrl.weights.family import Row
+from asyncrl.weights.fp8 import FP8, scale_shard
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.layout import ShardLayout, layer_table, part_size, replicated, vocab_parallel
 
@@ -20,9 +23,11 @@ VOCAB_MULTIPLE = 64
 
 
 def engine_shards(
-    geometry: ModelGeometry, tp_size: int, tp_rank: int, ep_size: int = 1
+    geometry: ModelGeometry, tp_size: int, tp_rank: int, ep_size: int = 1, *, fp8: bool = False
 ) -> tuple[ShardLayout, ...]:
     """The layout of every parameter of one engine rank; a tied head is no parameter of its own.
+
+    ``fp8``: the matrices of layers are fp8 blocks, each followed by its scales (`fp8.scale_shard`).
 
     Raises:
         ModelError: the model cannot be cut so.
@@ -35,7 +40,7 @@ def engine_shards(
     embedding = "model.embed_tokens.weight"
     shards = [vocab_parallel(embedding, embedding, *vocabulary, tp_size, tp_rank)]
     for layer_idx in range(geometry.num_layers):
-        shards += engine_layer(geometry, layer_idx, tp_size, tp_rank, ep_size)
+        shards += engine_layer(geometry, layer_idx, tp_size, tp_rank, ep_size, fp8=fp8)
     shards.append(replicated("model.norm.weight", "model.norm.weight", geometry.hidden_size))
     if not geometry.tied_embeddings:
         shards.append(vocab_parallel("lm_head.weight", "lm_head.weight", *vocabulary, tp_size, tp_rank))
@@ -75,22 +80,28 @@ def check_manifest(
 
 
 def engine_layer(
-    geometry: ModelGeometry, layer_idx: int, tp_size: int, tp_rank: int, ep_size: int
+    geometry: ModelGeometry, layer_idx: int, tp_size: int, tp_rank: int, ep_size: int, *, fp8: bool = False
 ) -> list[ShardLayout]:
     """One layer, counted from 0."""
     table = layer_table(geometry, layer_idx)
     layer = LayerTensors(geometry, f"model.layers.{layer_idx}.", table.tensors)
     shards: list[ShardLayout] = []
     for row in table.engine:
-        if not row.has_experts:
-            shards.append(row_shard(layer.prefix + row.name, row, row.cut, layer, tp_size, tp_rank))
-            continue
-        moe_tp = tp_size // ep_size
-        num_experts = geometry.moe.num_experts if geometry.moe else 0
-        num_local = part_size(num_experts, ep_size, "experts over engine ep")
-        first = tp_rank // moe_tp * num_local
-        experts = range(first, first + num_local)
-        shards.append(
-            expert_shard(layer.prefix + row.name, row, layer, experts, moe_tp, tp_rank % moe_tp, stacked=True)
-        )
+        if row.has_experts:
+            shard = _experts(layer, row, tp_size, tp_rank, ep_size)
+        else:
+            shard = row_shard(layer.prefix + row.name, row, row.cut, layer, tp_size, tp_rank)
+        if fp8 and len(shard.shape) > 1 and not row.never_fp8:
+            shards += [dataclasses.replace(shard, dtype=FP8), scale_shard(shard)]
+        else:
+            shards.append(shard)
     return shards
+
+
+def _experts(layer: LayerTensors, row: Row, tp_size: int, tp_rank: int, ep_size: int) -> ShardLayout:
+    moe, moe_tp = layer.geometry.moe, tp_size // ep_size
+    num_local = part_size(moe.num_experts if moe else 0, ep_size, "experts over engine ep")
+    first = tp_rank // moe_tp * num_local
+    experts = range(first, first + num_local)
+    name = layer.prefix + row.name
+    return expert_shard(name, row, layer, experts, moe_tp, tp_rank % moe_tp, stacked=True)

@@ -35,7 +35,8 @@ class Row:
 
     ``te`` and ``grouped`` are Megatron's other names for it: in Transformer Engine modules, and in grouped
     expert modules; empty means the same name. ``te_cut`` is how Transformer Engine cuts it, where it differs.
-    ``dtype`` is fixed whatever the model's own, for example float32; empty means the model's.
+    ``dtype`` is fixed whatever the model's own, for example float32; empty means the model's. ``never_fp8``:
+    a matrix that an engine keeps as it is where it holds the others as fp8 blocks.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     te_cut: Cut | None = None
     grouped: str = ""
     dtype: str = ""
+    never_fp8: bool = False
 
     @property
     def has_experts(self) -> bool:

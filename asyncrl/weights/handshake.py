@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from asyncrl.weights.collective import gather_messages, on_all_ranks
 from asyncrl.weights.engine_layout import check_manifest, engine_shards
+from asyncrl.weights.fp8 import FP8
 from asyncrl.weights.geometry import ModelError, ModelGeometry
-from asyncrl.weights.pack import receiver_instructions
+from asyncrl.weights.pack import receiver_instructions, refuse_quantising
 from asyncrl.weights.plan import RankLayout, TransferPlan, plan_transfer
 from asyncrl.weights.receiver import Deadline, WeightUpdateError, receive_message, send_message
 from asyncrl.weights.transport import EngineEndpoint, join_group
@@ -97,16 +98,18 @@ class Handshake:
                 self._receiver_layout(endpoint, tp_rank, manifest)
                 for tp_rank, manifest in enumerate(manifests)
             ]
-            return plan_transfer(self.senders, receivers, self.bucket_bytes, loads)
+            plan = plan_transfer(self.senders, receivers, self.bucket_bytes, loads)
+            refuse_quantising(plan)
+            return plan
         except ModelError as error:
             refusal = json.dumps({"refused": str(error)}).encode()
             self._tell(group, [refusal] * endpoint.tp_size)
             raise
 
     def _receiver_layout(self, endpoint: EngineEndpoint, tp_rank: int, manifest: Sequence[Any]) -> RankLayout:
-        shards = engine_shards(self.geometry, endpoint.tp_size, tp_rank)
         shapes = {name: tuple(shape) for name, shape, _ in manifest}
         dtypes = {name: dtype for name, _, dtype in manifest}
+        shards = engine_shards(self.geometry, endpoint.tp_size, tp_rank, fp8=FP8 in dtypes.values())
         check_manifest(shards, shapes, f"engine {endpoint.name}, rank {tp_rank}")
         return RankLayout(shards, tuple(dtypes[shard.name] for shard in shards))
 

@@ -101,7 +101,7 @@ def moe_mlp(geometry: ModelGeometry) -> LayerTable:
         ),
         (
             before[1],
-            Row(router, Cut.WHOLE, (router,)),
+            Row(router, Cut.WHOLE, (router,), never_fp8=True),
             Row("mlp.experts.w13_weight", Cut.ROWS, (gate, up)),
             Row("mlp.experts.w2_weight", Cut.COLS, (down,)),
         ),

@@ -24,6 +24,7 @@ from asyncrl.weights.cost import (
     message_counts,
     simulate,
 )
+from asyncrl.weights.fp8 import FP8, with_scales
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.layout import hf_tensors
 from asyncrl.weights.model_tables import TensorNumbers, engine_table, trainer_table
@@ -31,7 +32,7 @@ from asyncrl.weights.moves import Moves, assign_owners, cut_messages, group_byte
 from asyncrl.weights.overlap import overlap
 from asyncrl.weights.plan import hash_of
 from asyncrl.weights.splits import EngineSplit, TrainerSplit
-from asyncrl.weights.tables import ELEMENT_BYTES, SIZES, BlockTable
+from asyncrl.weights.tables import DTYPES, ELEMENT_BYTES, SIZES, BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,9 @@ def plan_model(request: PlanRequest) -> WeightPlan:
     numbers = TensorNumbers(request.geometry)
     senders = trainer_table(numbers, request.trainer, request.trainer_dtype)
     receivers = engine_table(numbers, request.engine, request.engine_dtype)
+    blocks_of = np.unique(receivers.tensor[receivers.dtype == DTYPES.index(FP8)]).tolist()
+    scales = {number: numbers.scale_of(number) for number in blocks_of}
+    senders = with_scales(senders, scales, numbers.name)
     moves, skew = _moves(request, numbers, senders, receivers)
     traffic = EngineTraffic.of(moves, request.trainer.world_size, request.engine.tp, skew)
     costs = (traffic, request.num_replicas, request.links)

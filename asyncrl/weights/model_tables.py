@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from asyncrl.weights.engine_layout import engine_layer, engine_shards
+from asyncrl.weights.fp8 import FP8, SCALE_SUFFIX
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.layout import ShardLayout, hf_tensors, layer_table
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_layer, megatron_shards
@@ -49,8 +50,13 @@ class TensorNumbers:
         for name in layer_table(self.geometry, layer_idx).tensors:
             experts = range(self._num_experts) if "{expert}" in name else (0,)
             names += [name.replace("{expert}", str(expert)) for expert in experts]
-        first = self.first[layer_idx]
-        return {f"model.layers.{layer_idx}.{name}": first + idx for idx, name in enumerate(names)}
+        first, prefix = self.first[layer_idx], f"model.layers.{layer_idx}."
+        numbers = {f"{prefix}{name}": first + idx for idx, name in enumerate(names)}
+        return numbers | {f"{name}{SCALE_SUFFIX}": self.scale_of(at) for name, at in numbers.items()}
+
+    def scale_of(self, number: int) -> int:
+        """The number of a weight's fp8 scales."""
+        return number + self.first[-1] + 2
 
     def of_ends(self) -> dict[str, int]:
         """Of the tensors outside the layers."""
@@ -59,6 +65,8 @@ class TensorNumbers:
 
     def name(self, number: int) -> str:
         """The tensor of a number; slow, for messages."""
+        if number >= self.scale_of(0):
+            return f"{self.name(number - self.scale_of(0))}{SCALE_SUFFIX}"
         return list(hf_tensors(self.geometry))[number]
 
 
@@ -110,10 +118,12 @@ class _RankRows:
 def engine_table(numbers: TensorNumbers, split: EngineSplit, dtype: str) -> BlockTable:
     """All ranks of one engine, whose parameters are ``dtype`` where the family does not fix another.
 
+    Of an fp8 engine the matrices of layers are fp8 blocks, everything else is bfloat16.
+
     Raises:
         ModelError: the model cannot be cut so.
     """
-    geometry, rows = numbers.geometry, _RankRows(numbers, dtype)
+    geometry, rows = numbers.geometry, _RankRows(numbers, "bfloat16" if dtype == FP8 else dtype)
     outside = dataclasses.replace(geometry, num_layers=0)
     for rank in range(split.tp):
         ends = engine_shards(outside, split.tp, rank, split.ep)
@@ -121,7 +131,7 @@ def engine_table(numbers: TensorNumbers, split: EngineSplit, dtype: str) -> Bloc
         for layer_idx in range(geometry.num_layers):
 
             def make(alike: int, rank: int = rank) -> list[ShardLayout]:
-                return engine_layer(geometry, alike, split.tp, rank, split.ep)
+                return engine_layer(geometry, alike, split.tp, rank, split.ep, fp8=dtype == FP8)
 
             shard = rows.add_layer(rank, layer_idx, rank, make, shard)
         rows.add_ends(rank, ends[1:], shard)

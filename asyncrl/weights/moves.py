@@ -39,6 +39,7 @@ class Moves:
     rows: Ints
     cols: Ints
     row_bytes: Ints  # of one row on the wire
+    unit: Ints  # rows that must stay together
 
     def __len__(self) -> int:
         return len(self.sender)
@@ -100,7 +101,8 @@ def assign_owners(
     # The stretches of all groups' ranks, on the line of all groups; each begins where the last one ends.
     stretches = np.concatenate([np.zeros(0, dtype=np.int64), *shares])
     cuts = np.cumsum(stretches)
-    index, first, rows, owner = _cut_line(starts, pieces.rows[order], pieces.row_bytes[order], cuts)
+    line = (pieces.rows[order], pieces.row_bytes[order], pieces.unit[order])
+    index, first, rows, owner = _cut_line(starts, *line, cuts)
     piece = order[index]
     sizes_of_groups = np.array([len(members) for members in holders.groups], dtype=np.int64)
     first_owner = np.cumsum(sizes_of_groups) - sizes_of_groups
@@ -119,18 +121,22 @@ def assign_owners(
         rows=rows,
         cols=pieces.cols[piece],
         row_bytes=pieces.row_bytes[piece],
+        unit=pieces.unit[piece],
     )
 
 
-def _cut_line(starts: Ints, rows: Ints, row_bytes: Ints, cuts: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut rectangles that lie on a line at ``cuts``, ascending bytes, each moved to the row before it.
+def _cut_line(
+    starts: Ints, rows: Ints, row_bytes: Ints, unit: Ints, cuts: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut rectangles that lie on a line at ``cuts``, ascending bytes, each moved to the unit before it.
 
     Returns (rectangle, first row, rows, number of cuts at or before it) of every part.
     """
     at = np.searchsorted(starts, cuts, side="right") - 1
-    row = (cuts - starts[at]) // row_bytes[at]
+    row = np.minimum((cuts - starts[at]) // row_bytes[at], rows[at])
+    row = np.where(row < rows[at], row // unit[at] * unit[at], row)
     inside = (row > 0) & (row < rows[at])
-    moved = starts[at] + np.minimum(row, rows[at]) * row_bytes[at]
+    moved = starts[at] + row * row_bytes[at]
     index = np.concatenate((np.arange(len(starts)), at[inside]))
     first = np.concatenate((np.zeros(len(starts), dtype=np.int64), row[inside]))
     order = np.lexsort((first, index))
@@ -154,7 +160,7 @@ def limit_messages(moves: Moves, largest: int) -> Ints:
     pair, num_pairs = pairs_of(moves)
     totals, longest = np.zeros(num_pairs, dtype=np.int64), np.zeros(num_pairs, dtype=np.int64)
     np.add.at(totals, pair, moves.num_bytes)
-    np.maximum.at(longest, pair, moves.row_bytes)
+    np.maximum.at(longest, pair, moves.row_bytes * moves.unit)
     row = int(longest.max(initial=0))
     if 2 * row > largest:
         raise ModelError(
@@ -198,7 +204,7 @@ def cut_messages(moves: Moves, counts: Ints, num_receivers: int) -> tuple[Moves,
     pair_starts = np.cumsum(totals) - totals
     cut_pair, number, when = message_rounds(counts)
     cuts = pair_starts[cut_pair] + totals[cut_pair] * number // counts[cut_pair]
-    index, first, rows, passed = _cut_line(starts, moves.rows, moves.row_bytes, cuts)
+    index, first, rows, passed = _cut_line(starts, moves.rows, moves.row_bytes, moves.unit, cuts)
     message = passed - 1  # a cut lies at the start of every message, that of each pair's first included
     parts = moves.row_parts(index, first, rows)
     turn = (parts.receiver - parts.sender) % max(num_receivers, 1)

@@ -10,13 +10,13 @@ integer arithmetic on whole columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.weights.fp8 import BLOCK, FP8_BYTES
 from asyncrl.weights.geometry import ModelError
-from asyncrl.weights.tables import SIZES, BlockTable, Ints
+from asyncrl.weights.tables import SIZES, BlockTable, Ints, TensorName
 
 _EDGE_BITS = 40
 _EDGE_MASK = (1 << _EDGE_BITS) - 1
@@ -35,6 +35,7 @@ class Pieces:
     rows: Ints
     cols: Ints
     row_bytes: Ints  # of one row on the wire
+    unit: Ints  # rows that must stay together: a block's, where the sender quantises
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +48,7 @@ class Holders:
     groups: tuple[Ints, ...]
 
 
-def overlap(
-    senders: BlockTable, receivers: BlockTable, name_of: Callable[[int], str]
-) -> tuple[Pieces, Holders]:
+def overlap(senders: BlockTable, receivers: BlockTable, name_of: TensorName) -> tuple[Pieces, Holders]:
     """Cut what the receivers need where its holders change.
 
     Of ranks that hold a cell in different dtypes only those with the widest count. ``name_of`` gives the name
@@ -76,7 +75,9 @@ def overlap(
         )
     source = SIZES[senders.dtype[holder_blocks[first[at]]]]
     wire = np.minimum(source, SIZES[receivers.dtype[block]])
-    pieces = Pieces(block, at, group_of[at], top, left, bottom - top, right - left, (right - left) * wire)
+    unit = np.where((wire == FP8_BYTES) & (source > FP8_BYTES), BLOCK, 1)
+    row_bytes = (right - left) * wire
+    pieces = Pieces(block, at, group_of[at], top, left, bottom - top, right - left, row_bytes, unit)
     return pieces, Holders(first, holder_blocks, groups)
 
 

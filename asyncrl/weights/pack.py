@@ -50,6 +50,17 @@ def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
     return json.dumps(instructions).encode()
 
 
+def refuse_quantising(plan: TransferPlan) -> None:
+    """The executor has no operation yet for fp8 blocks; their moves are those with a unit above 1, and those
+    of the scales, whose source is a weight (`fp8`).
+
+    Raises:
+        ModelError: the plan has such moves.
+    """
+    if bool((plan.moves.unit > 1).any()):
+        raise ModelError("the engine holds fp8 blocks, which cannot be written yet; serve it in bfloat16")
+
+
 def first_padding_row(shard: ShardLayout) -> int:
     """Where the rows that no block fills begin; they are always the last ones."""
     filled = max((block.local_row + block.rows for block in shard.blocks), default=0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.weights import moves as movement
+from asyncrl.weights.fp8 import scales_by_name, with_scales
 from asyncrl.weights.moves import Messages, Moves
 from asyncrl.weights.overlap import overlap
 from asyncrl.weights.tables import (
@@ -155,6 +156,7 @@ def _moves(senders: Sequence[RankLayout], receivers: Sequence[RankLayout], loads
     tensors = number_tensors((senders, receivers))
     names = list(tensors)
     sender_table, receiver_table = table_of(senders, tensors), table_of(receivers, tensors)
+    sender_table = with_scales(sender_table, scales_by_name(tensors), names.__getitem__)
     pieces, holders = overlap(sender_table, receiver_table, names.__getitem__)
     planned = np.array(loads, dtype=np.int64)
     return movement.assign_owners(pieces, holders, sender_table, receiver_table, planned)

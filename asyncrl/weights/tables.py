@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,11 @@ from asyncrl.weights.layout import Block, ShardLayout
 
 Ints = npt.NDArray[np.int64]
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 """What trainer and engine may hold, and what travels."""
-DTYPES = ("float32", "bfloat16")
+DTYPES = tuple(ELEMENT_BYTES)
+TensorName = Callable[[int], str]
+"""The name of a tensor's number."""
 SIZES: Ints = np.array([ELEMENT_BYTES[dtype] for dtype in DTYPES], dtype=np.int64)
 
 

@@ -44,7 +44,8 @@ def random_case(seed: int) -> Case:
             ranks = rng.choice(num_senders, int(rng.integers(1, num_senders + 1)), replace=False)
             for rank in ranks.tolist():
                 holders[name][rank, row : row + height, col : col + width] = True
-                _place(rng, sent[rank], name, (row, col, height, width))
+                for _ in range(1 + (rng.random() < 0.2)):  # a rank may hold the same twice
+                    _place(rng, sent[rank], name, (row, col, height, width))
         for row, col, height, width in _grid(rng, rows, cols):
             for rank in range(num_receivers):
                 if rng.random() < 0.6:
@@ -87,7 +88,7 @@ def paint(case: Case, moves: Moves) -> tuple[list[list[Matrix]], list[list[Matri
     targets = [[np.full(shard.shape, -1) for shard in layout.shards] for layout in case.receivers]
     hits = [[np.zeros(shard.shape, dtype=np.int64) for shard in layout.shards] for layout in case.receivers]
     for move in np.stack(moves.columns(), axis=1).tolist():
-        sender, receiver, s_shard, s_row, s_col, t_shard, t_row, t_col, rows, cols, _ = move
+        sender, receiver, s_shard, s_row, s_col, t_shard, t_row, t_col, rows, cols, _, _ = move
         given = sources[sender][s_shard][s_row : s_row + rows, s_col : s_col + cols]
         targets[receiver][t_shard][t_row : t_row + rows, t_col : t_col + cols] = given
         hits[receiver][t_shard][t_row : t_row + rows, t_col : t_col + cols] += 1

@@ -148,6 +148,8 @@ def test_a_stage_that_alone_holds_much_is_the_skew() -> None:
     assert stage_skew(groups, [100, 300, 0], 4) == pytest.approx(1.5)
     assert stage_skew(groups, [100, 100, 200], 4) == pytest.approx(2.0)
     assert stage_skew(groups, [0, 0, 0], 4) == 1.0
+    nested = [np.array([0]), np.array([1]), np.array([0, 1]), np.array([2, 3, 4, 5])]
+    assert stage_skew(nested, [50, 50, 100, 100], 6) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

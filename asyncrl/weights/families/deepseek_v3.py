@@ -80,14 +80,9 @@ def read_mla(directory: Path, config: dict[str, Any]) -> MlaGeometry:
 
 def read_moe(directory: Path, config: dict[str, Any]) -> MoeGeometry:
     """The first layers are dense, and of the others every moe_layer_freq-th has experts."""
-    first, every = (
-        required(directory, config, "first_k_dense_replace"),
-        int(config.get("moe_layer_freq") or 1),
-    )
+    first, every = required(directory, config, "first_k_dense_replace"), config.get("moe_layer_freq") or 1
     if config.get("topk_method", "noaux_tc") != "noaux_tc":
-        raise ModelError(
-            f"{directory}: topk_method {config['topk_method']} is not supported; known: noaux_tc"
-        )
+        raise ModelError(f"{directory}: topk_method {config['topk_method']} is not supported")
     expert_ffn = required(directory, config, "moe_intermediate_size")
     layers = range(required(directory, config, "num_hidden_layers"))
     return MoeGeometry(
