@@ -67,6 +67,7 @@ layouts: $(BUILD_STAMP)
 
 bench: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python benchmarks/ring.py
+	$(RANK_ENV) $(BIN)/python benchmarks/pack.py
 
 clean:
 	rm -rf build asyncrl/_C*.so *.egg-info

@@ -115,15 +115,21 @@ def header_of(version: int, plan_hash: str) -> torch.Tensor:
 class BucketCopies:
     """The copies between one bucket and this rank's parameters, run on the device that holds them.
 
-    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them.
+    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them;
+    ``block_scales`` five per segment that quantises, as BlockScales orders them.
     """
 
     def __init__(
-        self, table: array[int], parameters: Sequence[torch.Tensor], num_bytes: int, num_digests: int
+        self,
+        table: array[int],
+        parameters: Sequence[torch.Tensor],
+        num_bytes: int,
+        num_digests: int,
+        block_scales: array[int] | None = None,
     ) -> None:
         self._parameters = parameters
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        program = _C.CopyProgram(table, sizes, num_bytes, num_digests)
+        program = _C.CopyProgram(table, sizes, num_bytes, num_digests, block_scales)
         on_cuda = bool(parameters) and parameters[0].is_cuda
         if on_cuda and not _C.with_cuda:
             raise WeightUpdateError("asyncrl._C was built without CUDA; rebuild it where nvcc is found")
