@@ -35,7 +35,7 @@ uint32_t random_f32(std::mt19937_64& random, bool rare) {
 }
 
 void fill(std::mt19937_64& random, Bytes& bytes, const Kind& kind) {
-  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  fill_randomly(random, bytes);
   if (!quantises(kind.op)) return;
   const bool rare = random() % 2 == 0, zero = random() % 8 == 0;
   for (size_t at = 0; at + kind.local_bytes <= bytes.size(); at += kind.local_bytes) {
@@ -53,7 +53,8 @@ class Generator {
     const auto width = static_cast<int64_t>(kind.wire_bytes);
     const bool large = quantises(kind.op) || kind.turned;
     const int64_t cols = pick(0, 3) ? pick(1, 9) * pick(1, large ? 33 : 40) : pick(1, 3);
-    const int64_t rows = pick(1, 8) == 1 ? pick(200, 400) : pick(1, large ? 140 : 12);
+    const int64_t rows =
+        pick(1, quantises(kind.op) ? 3 : 8) == 1 ? pick(200, 400) : pick(1, large ? 140 : 12);
     const int64_t stored_rows = kind.turned ? cols : rows, stored_cols = kind.turned ? rows : cols;
     const int64_t stride = pick(0, 1) ? stored_cols : stored_cols + pick(0, 16);
     const int64_t offset = pick(0, 20);
@@ -78,7 +79,7 @@ class Generator {
 
   void finish() {
     scenario.wire.resize(static_cast<size_t>(wire_bytes_ + pick(0, 3)));
-    for (std::byte& byte : scenario.wire) byte = static_cast<std::byte>(random_());
+    fill_randomly(random_, scenario.wire);
   }
 
   int64_t pick(int64_t low, int64_t high) {
@@ -238,6 +239,17 @@ uint64_t reference_digest(const std::byte* bytes, size_t count, uint64_t positio
     sum += (Wide{static_cast<uint8_t>(bytes[idx])} << (8 * (at % 4))) * (two32 + key);
   }
   return static_cast<uint64_t>(sum);
+}
+
+void fill_randomly(std::mt19937_64& random, Bytes& bytes) {
+  constexpr uint32_t kHard[] = {0x7F800000u, 0x7F800001u, 0x7FBFFFFFu, 0x7F7FFFFFu, 0x00008000u,
+                                0x00018000u, 0x3F808000u, 0x3F818000u, 0x3F808001u, 0x7FFFFFFFu};
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  for (size_t at = 0; at + 4 <= bytes.size(); at += 4) {
+    if (random() % 8) continue;
+    const uint32_t bits = kHard[random() % 10] | static_cast<uint32_t>(random() & 1u) << 31;
+    std::memcpy(&bytes[at], &bits, 4);
+  }
 }
 
 Scenario random_scenario(std::mt19937_64& random) {

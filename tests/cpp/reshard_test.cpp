@@ -102,8 +102,7 @@ void compare_rows(int trial, MoveRows move_rows, const char* name) {
   const Segment& segment = expected.segments[0];
   expected.parameters = {Bytes(static_cast<size_t>((offset + rows * stride) * local))};
   expected.wire.resize(static_cast<size_t>(segment.wire + rows * cols * remote));
-  for (Bytes* bytes : {&expected.parameters[0], &expected.wire})
-    for (std::byte& byte : *bytes) byte = static_cast<std::byte>(random());
+  for (Bytes* bytes : {&expected.parameters[0], &expected.wire}) fill_randomly(random, *bytes);
   Scenario actual = expected;
   std::vector<uint64_t> digests(1);
   run_reference(expected, pack, digests);
