@@ -22,24 +22,34 @@ const Kind& kind_of(Op op) {
 
 bool quantises(Op op) { return op == Op::kF32AsFp8 || op == Op::kBf16AsFp8; }
 
-// Random numbers of many magnitudes, zeros, and seldom an infinity or a NaN.
-uint32_t random_f32(std::mt19937_64& random, bool rare) {
+enum class Numbers { kMany, kManyAndRare, kZero, kTies, kTiny };
+
+// kMany: of many magnitudes, zeros; kManyAndRare: seldom an infinity or a NaN too; kTies: halfway
+// between float8 numbers, where the scale of their block is 1; kTiny: denormals, whose scale is
+// one.
+uint32_t random_f32(std::mt19937_64& random, Numbers numbers) {
   const uint32_t sign = static_cast<uint32_t>(random() & 1u) << 31;
+  const auto mantissa = static_cast<uint32_t>(random() % 0x800000u);
   const uint64_t choice = random() % 1024;
+  if (numbers == Numbers::kZero) return 0;
+  if (numbers == Numbers::kTiny) return sign | mantissa % 640;
+  if (numbers == Numbers::kTies) {
+    if (choice < 64) return sign | 0x43E00000u;  // 448
+    return sign | static_cast<uint32_t>(115 + choice % 20) << 23 | (mantissa & 0x780000u);
+  }
   if (choice < 8) return sign;
-  if (choice < 16) return sign | static_cast<uint32_t>(random() % 0x800000u);  // denormal
-  if (rare && choice == 16) return sign | 0x7F800000u;
-  if (rare && choice == 17) return sign | 0x7F800001u | static_cast<uint32_t>(random() % 0x7FFFFFu);
-  const auto exponent = static_cast<uint32_t>(110 + random() % 30);
-  return sign | (exponent << 23) | static_cast<uint32_t>(random() % 0x800000u);
+  if (choice < 16) return sign | mantissa;  // denormal
+  if (numbers == Numbers::kManyAndRare && choice == 16) return sign | 0x7F800000u;
+  if (numbers == Numbers::kManyAndRare && choice == 17) return sign | 0x7F800000u | mantissa | 1u;
+  return sign | static_cast<uint32_t>(110 + random() % 30) << 23 | mantissa;
 }
 
 void fill(std::mt19937_64& random, Bytes& bytes, const Kind& kind) {
   fill_randomly(random, bytes);
   if (!quantises(kind.op)) return;
-  const bool rare = random() % 2 == 0, zero = random() % 8 == 0;
+  const auto numbers = static_cast<Numbers>(random() % 5);
   for (size_t at = 0; at + kind.local_bytes <= bytes.size(); at += kind.local_bytes) {
-    const uint32_t bits = zero ? 0u : random_f32(random, rare);
+    const uint32_t bits = random_f32(random, numbers);
     const uint32_t kept = kind.local_bytes == 4 ? bits : bits >> 16;
     std::memcpy(&bytes[at], &kept, kind.local_bytes);
   }
