@@ -32,6 +32,9 @@ MAX_MESSAGE_BYTES = 1 << 31
 """Longest manifest or instructions; a larger announced length is a protocol error."""
 
 
+STAGING_ALIGNMENT = 256
+
+
 class WeightUpdateError(RuntimeError):
     """A rank could not send or receive a version; the message names the peer or the parameter."""
 
@@ -112,18 +115,30 @@ def header_of(version: int, plan_hash: str) -> torch.Tensor:
     return torch.tensor(numbers.tolist(), dtype=torch.int64)
 
 
+def staging_pair(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Two buffers of at least ``num_bytes``, uint8; both begin where the widest copies may."""
+    stride = -(-num_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+    return torch.empty(2, stride, dtype=torch.uint8, device=device)
+
+
 class BucketCopies:
     """The copies between one bucket and this rank's parameters, run on the device that holds them.
 
-    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them.
+    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them;
+    ``block_scales`` five per segment that quantises, as BlockScales orders them.
     """
 
     def __init__(
-        self, table: array[int], parameters: Sequence[torch.Tensor], num_bytes: int, num_digests: int
+        self,
+        table: array[int],
+        parameters: Sequence[torch.Tensor],
+        num_bytes: int,
+        num_digests: int,
+        block_scales: array[int] | None = None,
     ) -> None:
         self._parameters = parameters
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        program = _C.CopyProgram(table, sizes, num_bytes, num_digests)
+        program = _C.CopyProgram(table, sizes, num_bytes, num_digests, block_scales)
         on_cuda = bool(parameters) and parameters[0].is_cuda
         if on_cuda and not _C.with_cuda:
             raise WeightUpdateError("asyncrl._C was built without CUDA; rebuild it where nvcc is found")
@@ -265,7 +280,7 @@ class Receiver:
         """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
         digests = torch.zeros(len(self._order), dtype=torch.int64, device=transfer_device(self._group))
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
-        staging = torch.empty(2, largest, dtype=torch.uint8, device=transfer_device(self._group))
+        staging = staging_pair(largest, transfer_device(self._group))
         arriving: list[tuple[dist.Work, str]] = []
         for bucket_idx in range(len(self._buckets) + 1):
             if bucket_idx < len(self._buckets):

@@ -31,6 +31,7 @@ from asyncrl.weights.receiver import (
     Deadline,
     WeightUpdateError,
     header_of,
+    staging_pair,
     start_send,
     transfer_device,
 )
@@ -126,7 +127,7 @@ class BucketSender:
             for layout in self._plan.receivers
         ]
         largest = max((bucket.num_bytes for bucket, _ in self._buckets), default=0)
-        staging = torch.empty(2, largest, dtype=torch.uint8, device=device)
+        staging = staging_pair(largest, device)
         leaving: list[tuple[dist.Work, str]] = []
         for bucket_idx, (bucket, copies) in enumerate(self._buckets):
             if bucket_idx >= 2:

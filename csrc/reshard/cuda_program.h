@@ -33,7 +33,11 @@ class CudaProgram {
   void launch(const std::vector<uint64_t>& parameters, std::byte* wire, uint64_t* digests,
               void* stream);
 
+  void upload_parameters(const std::vector<uint64_t>& parameters, void* stream);
+
   CopyProgram program_;
+  std::vector<uint64_t> uploaded_;
+  void* uploaded_on_ = nullptr;
   std::byte* tables_ = nullptr;  // tiles, segments, scales, addresses of the parameters
   size_t segments_offset_ = 0;
   size_t scales_offset_ = 0;

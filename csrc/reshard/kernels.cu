@@ -138,6 +138,17 @@ CudaProgram::CudaProgram(const CopyProgram& program, int max_blocks) : program_(
 
 CudaProgram::~CudaProgram() { cudaFree(tables_); }
 
+// Addresses seldom change; what an earlier call on this stream wrote is there.
+void CudaProgram::upload_parameters(const std::vector<uint64_t>& parameters, void* stream) {
+  if (parameters == uploaded_ && stream == uploaded_on_) return;
+  check(cudaMemcpyAsync(tables_ + parameters_offset_, parameters.data(),
+                        parameters.size() * sizeof(uint64_t), cudaMemcpyHostToDevice,
+                        static_cast<cudaStream_t>(stream)),
+        "copying parameter addresses");
+  uploaded_ = parameters;
+  uploaded_on_ = stream;
+}
+
 template <bool kPack>
 void CudaProgram::launch(const std::vector<uint64_t>& parameters, std::byte* wire,
                          uint64_t* digests, void* stream) {
@@ -147,10 +158,7 @@ void CudaProgram::launch(const std::vector<uint64_t>& parameters, std::byte* wir
     throw std::invalid_argument("a bucket on the device must start at a multiple of " +
                                 std::to_string(wire_alignment_) + " bytes (of 16 to be fast)");
   }
-  check(cudaMemcpyAsync(tables_ + parameters_offset_, parameters.data(),
-                        parameters.size() * sizeof(uint64_t), cudaMemcpyHostToDevice,
-                        static_cast<cudaStream_t>(stream)),
-        "copying parameter addresses");
+  upload_parameters(parameters, stream);
   const Tables tables = {reinterpret_cast<const Segment*>(tables_ + segments_offset_),
                          reinterpret_cast<const BlockScales*>(tables_ + scales_offset_),
                          reinterpret_cast<const Tile*>(tables_),

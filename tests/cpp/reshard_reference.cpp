@@ -22,24 +22,34 @@ const Kind& kind_of(Op op) {
 
 bool quantises(Op op) { return op == Op::kF32AsFp8 || op == Op::kBf16AsFp8; }
 
-// Random numbers of many magnitudes, zeros, and seldom an infinity or a NaN.
-uint32_t random_f32(std::mt19937_64& random, bool rare) {
+enum class Numbers { kMany, kManyAndRare, kZero, kTies, kTiny };
+
+// kMany: of many magnitudes, zeros; kManyAndRare: seldom an infinity or a NaN too; kTies: halfway
+// between float8 numbers, where the scale of their block is 1; kTiny: denormals, whose scale is
+// one.
+uint32_t random_f32(std::mt19937_64& random, Numbers numbers) {
   const uint32_t sign = static_cast<uint32_t>(random() & 1u) << 31;
+  const auto mantissa = static_cast<uint32_t>(random() % 0x800000u);
   const uint64_t choice = random() % 1024;
+  if (numbers == Numbers::kZero) return 0;
+  if (numbers == Numbers::kTiny) return sign | mantissa % 640;
+  if (numbers == Numbers::kTies) {
+    if (choice < 64) return sign | 0x43E00000u;  // 448
+    return sign | static_cast<uint32_t>(115 + choice % 20) << 23 | (mantissa & 0x780000u);
+  }
   if (choice < 8) return sign;
-  if (choice < 16) return sign | static_cast<uint32_t>(random() % 0x800000u);  // denormal
-  if (rare && choice == 16) return sign | 0x7F800000u;
-  if (rare && choice == 17) return sign | 0x7F800001u | static_cast<uint32_t>(random() % 0x7FFFFFu);
-  const auto exponent = static_cast<uint32_t>(110 + random() % 30);
-  return sign | (exponent << 23) | static_cast<uint32_t>(random() % 0x800000u);
+  if (choice < 16) return sign | mantissa;  // denormal
+  if (numbers == Numbers::kManyAndRare && choice == 16) return sign | 0x7F800000u;
+  if (numbers == Numbers::kManyAndRare && choice == 17) return sign | 0x7F800000u | mantissa | 1u;
+  return sign | static_cast<uint32_t>(110 + random() % 30) << 23 | mantissa;
 }
 
 void fill(std::mt19937_64& random, Bytes& bytes, const Kind& kind) {
-  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  fill_randomly(random, bytes);
   if (!quantises(kind.op)) return;
-  const bool rare = random() % 2 == 0, zero = random() % 8 == 0;
+  const auto numbers = static_cast<Numbers>(random() % 5);
   for (size_t at = 0; at + kind.local_bytes <= bytes.size(); at += kind.local_bytes) {
-    const uint32_t bits = zero ? 0u : random_f32(random, rare);
+    const uint32_t bits = random_f32(random, numbers);
     const uint32_t kept = kind.local_bytes == 4 ? bits : bits >> 16;
     std::memcpy(&bytes[at], &kept, kind.local_bytes);
   }
@@ -53,7 +63,8 @@ class Generator {
     const auto width = static_cast<int64_t>(kind.wire_bytes);
     const bool large = quantises(kind.op) || kind.turned;
     const int64_t cols = pick(0, 3) ? pick(1, 9) * pick(1, large ? 33 : 40) : pick(1, 3);
-    const int64_t rows = pick(1, 8) == 1 ? pick(200, 400) : pick(1, large ? 140 : 12);
+    const int64_t rows =
+        pick(1, quantises(kind.op) ? 3 : 8) == 1 ? pick(200, 400) : pick(1, large ? 140 : 12);
     const int64_t stored_rows = kind.turned ? cols : rows, stored_cols = kind.turned ? rows : cols;
     const int64_t stride = pick(0, 1) ? stored_cols : stored_cols + pick(0, 16);
     const int64_t offset = pick(0, 20);
@@ -78,7 +89,7 @@ class Generator {
 
   void finish() {
     scenario.wire.resize(static_cast<size_t>(wire_bytes_ + pick(0, 3)));
-    for (std::byte& byte : scenario.wire) byte = static_cast<std::byte>(random_());
+    fill_randomly(random_, scenario.wire);
   }
 
   int64_t pick(int64_t low, int64_t high) {
@@ -238,6 +249,17 @@ uint64_t reference_digest(const std::byte* bytes, size_t count, uint64_t positio
     sum += (Wide{static_cast<uint8_t>(bytes[idx])} << (8 * (at % 4))) * (two32 + key);
   }
   return static_cast<uint64_t>(sum);
+}
+
+void fill_randomly(std::mt19937_64& random, Bytes& bytes) {
+  constexpr uint32_t kHard[] = {0x7F800000u, 0x7F800001u, 0x7FBFFFFFu, 0x7F7FFFFFu, 0x00008000u,
+                                0x00018000u, 0x3F808000u, 0x3F818000u, 0x3F808001u, 0x7FFFFFFFu};
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  for (size_t at = 0; at + 4 <= bytes.size(); at += 4) {
+    if (random() % 8) continue;
+    const uint32_t bits = kHard[random() % 10] | static_cast<uint32_t>(random() & 1u) << 31;
+    std::memcpy(&bytes[at], &bits, 4);
+  }
 }
 
 Scenario random_scenario(std::mt19937_64& random) {

@@ -38,6 +38,9 @@ struct Scenario {
   }
 };
 
+// Random bytes, and among them float32 that are hard to round: at infinity, NaN, halfway.
+void fill_randomly(std::mt19937_64& random, Bytes& bytes);
+
 Scenario random_scenario(std::mt19937_64& random);
 
 // Runs the scenario's program on its own memory; digests[i] grows by the digest of number i.

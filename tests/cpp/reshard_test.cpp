@@ -102,8 +102,7 @@ void compare_rows(int trial, MoveRows move_rows, const char* name) {
   const Segment& segment = expected.segments[0];
   expected.parameters = {Bytes(static_cast<size_t>((offset + rows * stride) * local))};
   expected.wire.resize(static_cast<size_t>(segment.wire + rows * cols * remote));
-  for (Bytes* bytes : {&expected.parameters[0], &expected.wire})
-    for (std::byte& byte : *bytes) byte = static_cast<std::byte>(random());
+  for (Bytes* bytes : {&expected.parameters[0], &expected.wire}) fill_randomly(random, *bytes);
   Scenario actual = expected;
   std::vector<uint64_t> digests(1);
   run_reference(expected, pack, digests);
@@ -191,10 +190,27 @@ void refuse_misaligned_buckets() {
   }
 }
 
+// A program on the device remembers addresses; it must notice that a parameter has moved.
+void follow_moved_parameters() {
+  const std::vector<Segment> segments = {{0, 0, 32, 1, 32, 0, 0, 32, 0, Op::kCopy1}};
+  CudaProgram program(CopyProgram(segments, {32}, 32, 1));
+  std::vector<uint64_t> digests(1);
+  for (const int value : {1, 2, 3}) {
+    const Bytes here(32, static_cast<std::byte>(value)), there(32, static_cast<std::byte>(-value));
+    Bytes wire(32);
+    for (const Bytes* source : {&here, &there}) {
+      program.pack({reinterpret_cast<uint64_t>(source->data())}, wire.data(), digests.data(),
+                   nullptr);
+      expect_equal(wire, *source, "the bucket of a moved parameter");
+    }
+  }
+}
+
 int main(int argc, char** argv) {
   const int trials = argc > 1 ? std::atoi(argv[1]) : 300;
   refuse_bad_programs();
   refuse_misaligned_buckets();
+  follow_moved_parameters();
   const MoveRows best = best_move_rows();
   for (int trial = 0; trial < 20 * trials; ++trial) {
     compare_rows(trial, move_rows_portable, "portable");
