@@ -166,5 +166,5 @@ async def test_the_last_engine_gone_is_an_error(job: Job) -> None:
     await job.start()
     for name in job.fleet.engines:
         job.fleet.engines[name].fail_next("receive_weights", "out of memory")
-    with pytest.raises(ControlError, match="version 1 reached no engine: engine-0: .*out of memory"):
+    with pytest.raises(ControlError, match=r"version 1 reached no engine: engine-0: .*out of memory"):
         await job.do(job.publisher.publish, 1)
