@@ -136,5 +136,7 @@ class AsyncControlClient:
             ) from error
 
     async def close(self) -> None:
+        """Release the connections; a later request opens new ones."""
         if self._session is not None:
             await self._session.close()
+            self._session = None

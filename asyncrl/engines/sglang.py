@@ -5,13 +5,14 @@
 
 Why things are as they are:
 
-* Every event of a stream carries the whole answer so far, so only the newest is kept, and parsed once.
+* Every event of a stream carries the whole answer so far, so only the first and the newest are kept, and
+  parsed once.
   Requests without a stream lose their tokens when they are retracted and then aborted.
 * A request that the server holds during a pause, or has not read yet, does not hear an abort. So a stream
-  that outlives its abort by `ABORT_GRACE_S` is cut here: what has arrived is complete and attested. The
-  same holds where the engine dies: its last event is an interruption, and the next request finds it dead.
-* Versions are read from the spans that the scheduler records token by token; the engine's current
-  version says nothing about tokens that were sampled before an update.
+  that outlives its abort by `ABORT_GRACE_S` is cut here, which keeps what has arrived. The same holds where
+  the engine dies: its last event is an interruption, and the next request finds it dead.
+* Versions are read from the spans that the scheduler records token by token and sends with the end of a
+  request. A stream that was cut has only the versions that the engine had when it sent its events.
 """
 
 from __future__ import annotations
@@ -72,15 +73,16 @@ class SGLangEngine:
             await self._require_seeding()
         try:
             async with asyncio.timeout(timeout_s):
-                event = await self._newest_event(request)
+                events = await self._first_and_newest(request)
         except TimeoutError:
             with contextlib.suppress(EngineError):  # the missed deadline is the error to report
                 await self.abort(request.rid)
             raise self._error(f"request {request.rid} took longer than {timeout_s:g} s") from None
-        if event is None:
+        if events is None:
             return Generation(segments=(), finish=INTERRUPTED)
+        first, newest = events
         try:
-            return read_generation(request.rid, event)
+            return read_generation(request.rid, newest, first)
         except WireError as error:
             raise self._error(str(error)) from None
 
@@ -209,14 +211,16 @@ class SGLangEngine:
         if not self._seeded:
             raise self._error("ignores seeds; add --enable-deterministic-inference to engine.extra_args")
 
-    async def _newest_event(self, request: GenerateRequest) -> Mapping[str, Any] | None:
+    async def _first_and_newest(
+        self, request: GenerateRequest
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
         """Follow a request's stream to its end, or to its abort plus grace; None if nothing arrived."""
-        newest = b""
+        first = newest = b""
         try:
             async with asyncio.timeout(None) as grace:
                 self._graces[request.rid] = grace
-                async for event in self._events(generate_body(request)):
-                    newest = event
+                async for events in self._events(generate_body(request)):
+                    first, newest = first or events[0], events[-1]
         except TimeoutError as error:
             if isinstance(error, aiohttp.ClientError):  # of connecting
                 raise self._unreachable(error) from error
@@ -227,19 +231,19 @@ class SGLangEngine:
                 raise self._unreachable(error) from error
         finally:
             self._graces.pop(request.rid, None)
-        return json.loads(newest) if newest else None
+        return (json.loads(first), json.loads(newest)) if newest else None
 
-    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The newest complete event of a server-sent stream, each time that bytes arrive."""
+    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[list[bytes]]:
+        """The events of a server-sent stream, all those together that arrive together."""
         async with self._http().post(f"{self._url}/generate", json=body, timeout=_total(None)) as response:
             if response.status != 200:
-                yield json.dumps({"error": await response.text()}).encode()
+                yield [json.dumps({"error": await response.text()}).encode()]
                 return
             pending = b""
             async for chunk in response.content.iter_any():
-                event, pending = split_events(pending, chunk)
-                if event is not None:
-                    yield event
+                events, pending = split_events(pending, chunk)
+                if events:
+                    yield events
 
     def _start_grace(self, grace: asyncio.Timeout) -> None:
         if grace.when() is None:

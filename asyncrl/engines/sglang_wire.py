@@ -49,15 +49,18 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-def split_events(pending: bytes, chunk: bytes) -> tuple[bytes | None, bytes]:
-    """Append a chunk to a server-sent stream: the newest complete JSON event, if any, and what is left."""
+def split_events(pending: bytes, chunk: bytes) -> tuple[list[bytes], bytes]:
+    """Append a chunk to a server-sent stream: the JSON events that are complete, and what is left."""
     *events, left = (pending + chunk).split(b"\n\n")
-    answers = [event for event in events if event.startswith(b"data: {")]
-    return (answers[-1].removeprefix(b"data: ") if answers else None), left
+    return [event.removeprefix(b"data: ") for event in events if event.startswith(b"data: {")], left
 
 
-def read_generation(rid: str, event: Mapping[str, Any]) -> Generation:
-    """The answer so far, from any event of a stream.
+def read_generation(rid: str, event: Mapping[str, Any], first: Mapping[str, Any]) -> Generation:
+    """The answer so far, from any event of a stream and its first one.
+
+    Only the last event of a finished request says which version sampled which token; all say which one the
+    engine had when they were sent. So the tokens of a stream that was cut are known to be of one version if
+    its first and its newest event name the same; otherwise none of them is returned.
 
     Raises:
         WireError: the server refused the request, or tokens, logprobs and versions do not agree.
@@ -66,7 +69,7 @@ def read_generation(rid: str, event: Mapping[str, Any]) -> Generation:
         raise WireError(f"refused request {rid}: {read_message(event['error'])}")
     meta = event["meta_info"]
     return Generation(
-        segments=_segments(rid, event["output_ids"], meta),
+        segments=_segments(rid, event["output_ids"], meta, _versions(event, first)),
         finish=_finish(rid, meta.get("finish_reason")),
         num_cached_tokens=meta.get("cached_tokens", 0),
     )
@@ -97,11 +100,24 @@ def read_message(answer: Any) -> str:
     return " ".join(str(answer).split())
 
 
-def _segments(rid: str, token_ids: list[int], meta: Mapping[str, Any]) -> tuple[Segment, ...]:
-    if not token_ids:
+def _versions(event: Mapping[str, Any], first: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The version of every token, as spans; None where the engine does not say."""
+    meta = event["meta_info"]
+    if "weight_versions" in meta:
+        spans: list[Mapping[str, Any]] = meta["weight_versions"]
+        return spans
+    version = meta["weight_version"]
+    if version != first["meta_info"]["weight_version"]:
+        return None
+    return [{"version": version, "start": 0, "end": len(event["output_ids"])}]
+
+
+def _segments(
+    rid: str, token_ids: list[int], meta: Mapping[str, Any], spans: list[Mapping[str, Any]] | None
+) -> tuple[Segment, ...]:
+    if not token_ids or spans is None:
         return ()
     logprobs = [row[0] for row in meta["output_token_logprobs"]]
-    spans = meta["weight_versions"]
     starts = [span["start"] for span in spans]
     ends = [span["end"] for span in spans]
     if len(logprobs) != len(token_ids) or starts != [0, *ends[:-1]] or ends[-1:] != [len(token_ids)]:

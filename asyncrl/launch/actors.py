@@ -11,6 +11,7 @@ coordinator (`failure`), and the death of the actor's process through the launch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -186,6 +187,8 @@ class RolloutActor:
         task = asyncio.ensure_future(RolloutService(self._config, self._control, make_engine).run())
         await asyncio.wait([task])
         error = task.exception()
-        if error is not None and not isinstance(error, ControlError):
-            await self._control.post("failure", f"rollouter: {type(error).__name__}: {error}")
+        if error is not None:
+            with contextlib.suppress(ControlError):  # the coordinator is gone, which the launcher sees
+                await self._control.post("failure", f"rollouter: {type(error).__name__}: {error}")
+            await self._control.close()
         task.result()

@@ -57,6 +57,8 @@ def event_line(event: Event, started: float) -> str:
         return f"{at} {tasks}, {fields['label']}: {fields['accuracy']:.1%} right"
     if event.kind == "checkpoint":
         return f"{at} checkpoint of step {fields['step']} saved"
+    if event.kind == "engine":
+        return f"{at} {fields['message']}"
     if event.kind == "death":
         return f"{at} {fields['process']} died: {fields['reason']}"
     if event.kind in ENDS:

@@ -215,10 +215,8 @@ class PolicyPublisher:
         sending = time.monotonic()
         stats = self._publisher.publish(endpoints, version)
         sent = time.monotonic()
-        failures = {failure.engine: failure.reason for failure in stats.failures}
+        failures = {failure.engine: failure.reason for failure in stats.failures}  # left already
         outcome = broadcast_json(self._commit(flight, failures, alone) if self._control else None)
-        for name in failures:
-            self._leave(name)
         if outcome is None:
             return None
         result = PublicationResult.model_validate(outcome)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.end_to_end.runs import Run, assert_gone, assert_trained_once, shared_memory, started
 
 START_S = 300.0
-RETURN_S = 200.0
+RETURN_S = 300.0
 
 
 def engine_events(run: Run) -> list[str]:

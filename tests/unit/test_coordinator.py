@@ -99,3 +99,13 @@ async def test_a_wrong_token_is_refused(address: ControlAddress) -> None:
 def test_a_coordinator_that_is_gone_is_named() -> None:
     with pytest.raises(ControlError, match=r"coordinator at http://127.0.0.1:9: no answer to state"):
         ControlClient(ControlAddress("http://127.0.0.1:9", TOKEN)).state()
+
+
+async def test_a_client_that_was_closed_can_still_report(address: ControlAddress) -> None:
+    """A part of the run closes its client when it ends, and its owner then reports why."""
+    client = AsyncControlClient(address)
+    await client.state()
+    await client.close()
+    await client.post("failure", "the reason")
+    assert (await client.state()).failure == "the reason"
+    await client.close()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncrl.engines.base import INTERRUPTED, EngineError, GenerateRequest, new_rid
 from asyncrl.engines.sglang import SGLangEngine
-from tests.unit.test_sglang_wire import answer
+from tests.unit.test_sglang_wire import unfinished
 
 
 class DyingServer:
@@ -19,6 +19,7 @@ class DyingServer:
 
     def __init__(self) -> None:
         self.num_events = 0
+        self.versions = ["3"] * 10  # that the engine has, by event
         self.hangs = False
         self.aborts = 0
 
@@ -26,7 +27,7 @@ class DyingServer:
         response = web.StreamResponse()
         await response.prepare(request)
         for count in range(1, self.num_events + 1):
-            event = json.dumps(answer(count, [("3", 0, count)], None)).encode()
+            event = json.dumps(unfinished(count, self.versions[count - 1])).encode()
             await response.write(b"data: " + event + b"\n\n")
         if self.hangs:
             await asyncio.sleep(60.0)
@@ -66,6 +67,14 @@ async def test_tokens_that_left_a_dying_engine_are_an_interruption(
     assert generation.finish == INTERRUPTED
     assert generation.token_ids == (0, 1, 2)
     assert [segment.policy_version for segment in generation.segments] == [3]
+
+
+async def test_tokens_of_unknown_versions_are_not_kept(server: tuple[DyingServer, SGLangEngine]) -> None:
+    """The new version came between events that arrived together, or not: the first one is decisive."""
+    dying, engine = server
+    dying.num_events, dying.versions = 3, ["3", "4", "4"]
+    generation = await engine.generate(GenerateRequest(new_rid(), (1, 2), 10), 5.0)
+    assert generation.finish == INTERRUPTED and generation.segments == ()
 
 
 async def test_an_engine_that_dies_before_the_first_token_is_an_error(

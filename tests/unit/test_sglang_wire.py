@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.base import INTERRUPTED, GenerateRequest, new_rid
+from asyncrl.engines.base import INTERRUPTED, GenerateRequest, Generation, new_rid
 from asyncrl.engines.sglang_wire import (
     WireError,
     generate_body,
@@ -34,6 +34,19 @@ def answer(
     return {"output_ids": list(range(num_tokens)), "meta_info": meta}
 
 
+def unfinished(num_tokens: int, version: str) -> dict[str, Any]:
+    """An event before the end: it has no spans, only the version that the engine had when it was sent."""
+    event = answer(num_tokens, [], None)
+    del event["meta_info"]["weight_versions"]
+    event["meta_info"]["weight_version"] = version
+    return event
+
+
+def read(event: dict[str, Any]) -> Generation:
+    """From a stream of one event."""
+    return read_generation("r", event, event)
+
+
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_a_stream_cut_anywhere_yields_the_newest_event(cuts: list[int]) -> None:
     events = [answer(count, [("0", 0, count)], None) for count in (1, 2, 3)]
@@ -42,15 +55,15 @@ def test_a_stream_cut_anywhere_yields_the_newest_event(cuts: list[int]) -> None:
     edges = sorted({0, len(stream), *(min(cut, len(stream)) for cut in cuts)})
     newest, pending = None, b""
     for start, end in itertools.pairwise(edges):
-        event, pending = split_events(pending, stream[start:end])
-        newest = event or newest
+        complete, pending = split_events(pending, stream[start:end])
+        newest = complete[-1] if complete else newest
     assert newest is not None
     assert json.loads(newest) == events[-1]
     assert pending == b""
 
 
 def test_spans_become_segments() -> None:
-    generation = read_generation("r", answer(5, [("3", 0, 2), ("4", 2, 2), ("5", 2, 5)], {"type": "length"}))
+    generation = read(answer(5, [("3", 0, 2), ("4", 2, 2), ("5", 2, 5)], {"type": "length"}))
     assert [segment.policy_version for segment in generation.segments] == [3, 5]
     assert [segment.token_ids for segment in generation.segments] == [(0, 1), (2, 3, 4)]
     assert generation.logprobs == (0.0, -0.5, -1.0, -1.5, -2.0)
@@ -61,21 +74,21 @@ def test_spans_become_segments() -> None:
 @pytest.mark.parametrize("versions", [[], [("0", 0, 4)], [("0", 1, 5)], [("0", 0, 2), ("1", 3, 5)]])
 def test_tokens_without_an_attested_version_are_refused(versions: list[tuple[str, int, int]]) -> None:
     with pytest.raises(WireError, match="request r with 5 tokens"):
-        read_generation("r", answer(5, versions, None))
+        read(answer(5, versions, None))
 
 
 @pytest.mark.parametrize("finish", [None, {"type": "abort", "message": "Abort in waiting queue"}])
 def test_a_cut_and_an_abort_are_interruptions(finish: dict[str, Any] | None) -> None:
-    assert read_generation("r", answer(2, [("0", 0, 2)], finish)).finish == INTERRUPTED
-    assert read_generation("r", answer(0, [], finish)).segments == ()
+    assert read(answer(2, [("0", 0, 2)], finish)).finish == INTERRUPTED
+    assert read(answer(0, [], finish)).segments == ()
 
 
 def test_an_abort_of_the_engines_own_accord_is_an_error() -> None:
     finish = {"type": "abort", "message": "out of\nmemory", "status_code": 503}
     with pytest.raises(WireError, match="gave up request r: out of memory"):
-        read_generation("r", answer(0, [], finish))
+        read(answer(0, [], finish))
     with pytest.raises(WireError, match="refused request r: too long"):
-        read_generation("r", {"error": {"message": "too long"}})
+        read({"error": {"message": "too long"}})
 
 
 def test_versions_are_numbers() -> None:
@@ -106,3 +119,11 @@ def test_every_sampling_parameter_is_explicit() -> None:
     assert sampling["temperature"] == 0.7
     assert "sampling_seed" not in sampling
     assert generate_body(GenerateRequest(new_rid(), (1,), 8, seed=0))["sampling_params"]["sampling_seed"] == 0
+
+
+def test_a_cut_stream_is_of_the_version_that_its_first_and_newest_event_name() -> None:
+    generation = read_generation("r", unfinished(3, "4"), unfinished(1, "4"))
+    assert [(s.token_ids, s.policy_version) for s in generation.segments] == [((0, 1, 2), 4)]
+    assert generation.finish == INTERRUPTED
+    across = read_generation("r", unfinished(3, "5"), unfinished(1, "4"))  # which token is whose is unknown
+    assert across.segments == () and across.finish == INTERRUPTED
