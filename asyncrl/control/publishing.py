@@ -58,6 +58,7 @@ class Publishing:
         self._probe_prompts = probe_prompts
         self._overdue: asyncio.TimerHandle | None = None
         self._aborting: set[asyncio.Task[None]] = set()
+        self._settling = asyncio.Lock()  # the next flight waits until the last one's engines run
 
     async def prepare(self, publication: Publication) -> tuple[str, ...]:
         """Take the engines out of service and pause them; returns those that are ready to receive.
@@ -66,8 +67,10 @@ class Publishing:
             Refused: see `protocol.prepare`.
             EngineError: the samples did not drain in time; the engines serve as before.
         """
-        roster, before = self._roster, self._roster.fleet
-        roster.fleet = protocol.prepare(before, publication.version, publication.epoch, publication.plans)
+        roster = self._roster
+        async with self._settling:
+            before = roster.fleet
+            roster.fleet = protocol.prepare(before, publication.version, publication.epoch, publication.plans)
         order = FlightName(version=publication.version, epoch=publication.epoch)
         flight = self._in_flight("PREPARE", order)
         for name in flight.waiting:
@@ -150,10 +153,11 @@ class Publishing:
         flight = self._in_flight("COMMIT", order)
         for name in sorted(flight.verified & order.failures.keys()):  # has no sender any more
             self._roster.fleet = protocol.failed(self._roster.fleet, name, order.failures[name])
-        flight = self._in_flight("COMMIT", order)
-        self._roster.fleet = protocol.commit(self._roster.fleet, order.version, order.epoch)
-        self._flight_is_over()
-        return await self._serve(flight)
+        async with self._settling:
+            flight = self._in_flight("COMMIT", order)
+            self._roster.fleet = protocol.commit(self._roster.fleet, order.version, order.epoch)
+            self._flight_is_over()
+            return await self._serve(flight)
 
     async def _serve(self, flight: Flight) -> PublicationResult:
         """Resume those that verified; the rollouter learns of them when they run."""
@@ -200,6 +204,10 @@ class Publishing:
 
     async def abort(self, order: FlightName, reason: str) -> None:
         """End a flight without its trainer; see the protocol's invariant 4."""
+        async with self._settling:
+            await self._abort(order, reason)
+
+    async def _abort(self, order: FlightName, reason: str) -> None:
         flight = self._in_flight("ABORT", order)
         self._roster.fleet = protocol.abort(self._roster.fleet, order.version, order.epoch, reason)
         self._flight_is_over()

@@ -199,6 +199,36 @@ async def test_an_engine_lost_and_started_again_during_a_publication_catches_up(
         await fleet.register("engine-1", incarnation=1)
 
 
+async def test_the_next_publication_waits_until_the_engines_of_the_last_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(2)
+    await fleet.join()
+    await fleet.publish(0)
+    slow, may_resume = fleet.engines["engine-1"], asyncio.Event()
+    resume = slow.resume
+
+    async def slowly() -> None:
+        await may_resume.wait()
+        await resume()
+
+    monkeypatch.setattr(slow, "resume", slowly)
+    order = await fleet.prepare(1)
+    await fleet.coordinator.transfer(order)
+    committing = asyncio.ensure_future(fleet.coordinator.commit(order))
+    await asyncio.sleep(0.05)
+    following = Publication(
+        version=2, epoch=fleet.coordinator._roster.fleet.epoch, plans=dict.fromkeys(fleet.engines, PLAN)
+    )
+    preparing = asyncio.ensure_future(fleet.coordinator.prepare(following))
+    await asyncio.sleep(0.05)
+    assert not committing.done() and not preparing.done()
+    may_resume.set()
+    assert set((await committing).paused_s) == set(fleet.engines)
+    assert await preparing == ("engine-0", "engine-1")
+    assert not any([await engine.ready() for engine in fleet.engines.values()])
+
+
 @pytest.mark.parametrize("call", ["transfer", "commit", "abort"])
 async def test_steps_out_of_order_are_refused(call: str) -> None:
     fleet = Fleet(1)
