@@ -119,6 +119,14 @@ class Bench:
         """Samples per second after the warm-up, and every latency in microseconds."""
         transport = setting.transport()
         transport.setup(setting.payload_bytes, DEPTH)
+        try:
+            return self._run(setting, transport, count, hz)
+        finally:
+            transport.close()
+
+    def _run(
+        self, setting: Setting, transport: Transport, count: int, hz: float
+    ) -> tuple[float, list[float]]:
         transport.inherit(self.handles)
         arguments = (setting.payload_bytes, count // setting.producers, hz)
         total = count // setting.producers * setting.producers
@@ -140,7 +148,6 @@ class Bench:
             pipe.send("end")
         for pipe in pipes:
             expect(pipe, "done", setting)
-        transport.close()
         return result
 
     def _read(self, transport: Transport, total: int, full: bool) -> tuple[float, list[float]]:

@@ -106,6 +106,7 @@ def run_command(config: Config) -> int:
     ring_dir = config.ring.directory / f"asyncrl-{config.name}-{uuid.uuid4().hex[:8]}"
     events = EventLog(run.path)
     with Progress(run, config.observe.display, Console()) as progress:
+        progress.skip_history()
         session = Session(config, run, progress)
         local = LocalRun(config, log_dir, ring_dir, session.on_phase, session.on_state, session.on_engine)
         try:

@@ -204,6 +204,10 @@ class Progress:
     def view(self) -> RunView:
         return self._follower.view
 
+    def skip_history(self) -> None:
+        """Take in what the run's earlier attempts did without showing it line by line."""
+        self._follower.poll()
+
     def update(self) -> None:
         """Read what is new and show it."""
         events, steps = self._follower.poll()

@@ -271,6 +271,14 @@ class TestView:
         assert sum(line.startswith("step ") for line in lines) == 30
         assert re.match(r"step  3/30  reward 0\.\d{3}  staleness 0\.\d\d \(max 1\)  partial \d+%", lines[9])
 
+    def test_a_resumed_run_does_not_repeat_its_history(self, finished: RunDir) -> None:
+        console = text_of()
+        with Progress(finished, "plain", console) as progress:
+            progress.skip_history()
+            EventLog(finished.path).phase("starting Ray")
+            progress.update()
+        assert output(console).splitlines() == ["[    0.0 s] starting Ray"]
+
     def test_top_shows_a_finished_run_and_returns(self, finished: RunDir) -> None:
         console = text_of()
         top(finished.path, console, once=True)
