@@ -19,7 +19,8 @@
 namespace asyncrl::ring {
 
 // Longest sleep before a waiter looks again for signals, deaths and closing.
-inline constexpr int64_t kWaitSlice = 100 * kMillisecond;
+// A wake-up from the cold costs up to 0.1 ms, so that this bounds what an idle waiter uses.
+inline constexpr int64_t kWaitSlice = 150 * kMillisecond;
 
 // How long a waiter looks on before it sleeps: less than a wake-up costs both sides.
 inline constexpr int64_t kSpin = 30'000;
