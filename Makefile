@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Bytecode is made at the first import, of what is imported: compiling all of it here takes minutes.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 ENV_STAMP := $(VENV)/.stamp-env
 BUILD_STAMP := $(VENV)/.stamp-build
-TESTS ?= tests
+TESTS ?=
 MODEL := models/SmolLM2-135M-Instruct
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -43,7 +44,7 @@ demo: $(BUILD_STAMP) $(MODEL)/config.json
 	@$(BIN)/asyncrl run examples/demo.toml name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(BUILD_STAMP)
-	$(RANK_ENV) $(BIN)/python -m pytest $(TESTS)
+	$(RANK_ENV) $(BIN)/python -m scripts.run_tests $(TESTS)
 
 lint: $(BUILD_STAMP)
 	$(BIN)/ruff check asyncrl megatron_ext tests benchmarks setup.py

@@ -95,11 +95,15 @@ def start_run(directory: Path, *overrides: str, config: list[str] | None = None)
     return Run(process, directory, output_file)
 
 
+OTHER_TESTS = "asyncrl-test"
+"""How rings of other tests are called, which may run at the same time."""
+
+
 def shared_memory() -> set[str]:
-    """What is in /dev/shm and not in use by any living process."""
+    """What is in /dev/shm, not in use by any living process and not another test's."""
     everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     used = {Path(path).relative_to("/dev/shm").parts[0] for path in mapped_shm_files(everybody)}
-    return set(os.listdir("/dev/shm")) - used
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OTHER_TESTS)} - used
 
 
 def assert_gone(pids: list[int]) -> None:
