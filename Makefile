@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Bytecode is made at the first import, of what is imported: compiling all of it here takes minutes.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 ENV_STAMP := $(VENV)/.stamp-env
 BUILD_STAMP := $(VENV)/.stamp-build
@@ -30,6 +29,7 @@ $(ENV_STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -r requirements/cpu.txt
 	@$(PIP) --no-deps -r requirements/cpu-nodeps.txt
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compileall.log || true # on all cores; templates fail
 	@touch $@
 
 $(BUILD_STAMP): $(ENV_STAMP) $(CORE_SOURCES)
