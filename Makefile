@@ -11,13 +11,14 @@ CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.tom
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test lint format bench clean chaos-ring chaos-sim layouts
+.PHONY: help env demo test lint format bench clean chaos-ring chaos-runs chaos-sim layouts
 
 help:
 	@echo "make demo        train SmolLM2-135M on arithmetic, end to end, on this machine"
 	@echo "make test        every test (under 25 minutes on two cores)"
 	@echo "make lint        ruff, mypy, clang-format"
 	@echo "make chaos-ring  the long proof of the sample ring"
+	@echo "make chaos-runs  the long tests on whole runs"
 	@echo "make chaos-sim   many seeds of the simulated rollouter and publications"
 	@echo "make layouts     every trainer layout into every engine layout, compared with a load from disk"
 	@echo "make bench       benchmarks against peers and physical bounds"
@@ -59,6 +60,9 @@ format: $(BUILD_STAMP)
 
 chaos-ring: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python tests/chaos/ring/run.py
+
+chaos-runs: $(BUILD_STAMP)
+	$(RANK_ENV) $(BIN)/python -m pytest -m long tests
 
 chaos-sim: $(BUILD_STAMP)
 	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 20000

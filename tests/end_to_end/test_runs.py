@@ -128,7 +128,7 @@ def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path
     "reached",
     [
         lambda run: len(run.processes()) >= 4,  # the launcher waits inside Ray
-        lambda run: "starting engines and trainer" in run.output,
+        pytest.param(lambda run: "starting engines and trainer" in run.output, marks=pytest.mark.long),
     ],
     ids=["ray", "engines"],
 )
