@@ -2,6 +2,8 @@
 
 A line is one ``write`` to a file opened for appending, so lines of different writers never mix. A reader
 takes only lines that end in a newline; what a killed writer left behind of its last line is ignored.
+Completions hold any character: those that Unicode, but not JSON, takes for the end of a line are escaped, for
+``str.splitlines`` and many editors would cut a record in two there.
 """
 
 from __future__ import annotations
@@ -13,13 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+UNICODE_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One object as a line with its newline; numbers that JSON lacks (nan, infinities) become null."""
+    text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+    return text.translate(UNICODE_LINE_ENDS) + "\n"
+
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one object; numbers that JSON lacks (nan, infinities) become null."""
-    line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    """Append one object, see ``json_line``."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        os.write(descriptor, json_line(record).encode())
     finally:
         os.close(descriptor)
 
@@ -51,4 +60,4 @@ class JsonlTail:
             text = file.read()
         complete = text[: text.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+        return [json.loads(line) for line in complete.split(b"\n") if line.strip()]

@@ -6,7 +6,6 @@ Reads rollouts/step_N.jsonl; one record per sample, grouped by prompt.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.jsonl import JsonlTail
 from asyncrl.observe.rundir import RunDir, RunDirError, open_run
 
 
@@ -61,7 +61,7 @@ def read_samples(run: RunDir, step: int) -> list[SampleRecord]:
         steps = recorded_steps(run)
         have = f"steps {steps[0]} to {steps[-1]} are there" if steps else "no step has been recorded yet"
         raise RunDirError(f"{run.path}: no samples of step {step}; {have}")
-    records = [SampleRecord.from_json(json.loads(line)) for line in file.read_text().splitlines()]
+    records = [SampleRecord.from_json(line) for line in JsonlTail(file).poll()]
     return sorted(records, key=lambda record: (record.group_id, record.sample_idx))
 
 

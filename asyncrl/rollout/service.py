@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from asyncrl.control.messages import (
 from asyncrl.data.chat import ChatTemplate
 from asyncrl.data.prompts import PromptSource, open_prompts
 from asyncrl.engines.base import Engine, EngineError
+from asyncrl.observe.jsonl import json_line
 from asyncrl.rewards.base import Reward
 from asyncrl.rewards.load import open_reward
 from asyncrl.ring.ring import Ring
@@ -232,8 +232,7 @@ class RolloutService:
         if not self._config.observe.rollouts:
             return
         path = self._config.run_dir / "rollouts" / f"step_{batch.batch_idx + 1}.jsonl"
-        lines = [json.dumps(record.to_json(), ensure_ascii=False) for record in batch.records]
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("".join(json_line(record.to_json()) for record in batch.records))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.warden import descendants, mapped_shm_files
+from asyncrl.observe.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["examples/tiny.toml"]
@@ -33,8 +33,7 @@ class Run:
         return self.output_file.read_text()
 
     def json_lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return JsonlTail(self.directory / name).poll()
 
     def wait(self, timeout_s: float) -> int:
         try:
@@ -119,6 +118,5 @@ def assert_trained_once(run: Run, num_steps: int) -> None:
     """Every group was released into exactly one batch, over both attempts."""
     seen: dict[int, int] = {}
     for step in range(1, num_steps + 1):
-        for line in (run.directory / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
-            record = json.loads(line)
+        for record in run.json_lines(f"rollouts/step_{step}.jsonl"):
             assert seen.setdefault(record["group_id"], step) == step

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from asyncrl.observe.charts import Axis, Series, line_chart, number, smoothed, ticks
 from asyncrl.observe.events import EventLog, read_events
-from asyncrl.observe.jsonl import JsonlTail, append_line
+from asyncrl.observe.jsonl import JsonlTail, append_line, json_line
 from asyncrl.observe.memory import GIB, PeakMemory
 from asyncrl.observe.metrics import ALIASES, KEYS, MetricsWriter, StepMetrics, read_metrics
 from asyncrl.observe.progress import Progress, render
@@ -309,6 +309,17 @@ class TestShow:
             assert text in output(console), text
         with pytest.raises(RunDirError, match="no samples of step 99; steps 1 to 30 are there"):
             show(finished.path, 99, console)
+
+    def test_any_character_of_a_completion_stays_in_its_line(self, tmp_path: Path) -> None:
+        completion = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA1), 0x2028, 0x2029, 0xFFFD, 0x1F600]))
+        run = write_fake_run(tmp_path / "a", 1, finished=False)
+        file = run.rollout_file(1)
+        record = json.loads(file.read_text().splitlines()[0]) | {"completion": completion}
+        file.write_text(json_line(record))
+        assert len(file.read_text().splitlines()) == 1
+        assert [sample.completion for sample in read_samples(run, 1)] == [completion]
+        show(run.path, 1, text_of())
+        write_report(run)
 
     def test_markup_in_a_sample_is_text(self, tmp_path: Path) -> None:
         run = write_fake_run(tmp_path / "a", 1, finished=False)
