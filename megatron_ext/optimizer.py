@@ -1,4 +1,4 @@
-"""AdamW over megatron's gradient buffers, and the learning-rate schedule.
+"""AdamW over megatron's gradient buffers.
 
 Gradients are summed in float32 over micro-batches, DP and CP and never divided: the loss weights
 already divide by the global batch. megatron's `DistributedDataParallel` would divide by DP x CP, and
@@ -27,31 +27,21 @@ from megatron.core.optimizer import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from asyncrl.algo.learning_rate import LrSchedule
 from megatron_ext.model import PolicyModel
 from megatron_ext.parallel import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW. The rate rises linearly over ``warmup_steps`` and stays, or falls to 0 at ``total_steps``."""
+    """AdamW."""
 
-    lr: float = 1e-6
+    schedule: LrSchedule
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
-    warmup_steps: int = 0
-    total_steps: int | None = None  # None: constant after the warm-up
-
-    def learning_rate(self, update_idx: int) -> float:
-        """The rate of the update with this 0-based index."""
-        if update_idx < self.warmup_steps:
-            return self.lr * (update_idx + 1) / self.warmup_steps
-        if self.total_steps is None:
-            return self.lr
-        left = (self.total_steps - update_idx) / max(1, self.total_steps - self.warmup_steps)
-        return self.lr * min(1.0, max(0.0, left))
 
 
 def wrap_chunks(
@@ -81,7 +71,7 @@ def build_optimizer(
     """
     optimizer_config = OptimizerConfig(
         optimizer="adam",
-        lr=settings.lr,
+        lr=settings.schedule.peak,
         min_lr=0.0,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,

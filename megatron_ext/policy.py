@@ -150,7 +150,7 @@ class MegatronPolicy:
 
         run_schedule(self.wrapped, local, score_loss, self.layout, forward_only=False)
         middle = time.perf_counter()
-        rate = self.settings.learning_rate(self.num_updates)
+        rate = self.settings.schedule.rate(self.num_updates)
         set_learning_rate(self.optimizer, rate)
         _updated, grad_norm, _num_zeros = self.optimizer.step()
         self.num_updates += 1

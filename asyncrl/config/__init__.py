@@ -71,7 +71,8 @@ class TrainConfig(Section):
     prompts_per_step: Positive = 16  # sample groups in a batch, over all replicas
     samples_per_prompt: Positive = 4  # size of a sample group
     microbatch_tokens: Positive = 2048  # token budget of one packed micro-batch, per CP group
-    lr: PositiveFloat = 1e-6  # after the warm-up, constant
+    lr: PositiveFloat = 1e-6  # after the warm-up
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # the others fall to 0 at train.steps
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from asyncrl.algo.learning_rate import LrSchedule
 from asyncrl.config import Config
 from asyncrl.control.client import ControlAddress, ControlClient
 from asyncrl.control.messages import ProcessInfo
@@ -89,12 +90,11 @@ def _register(control: ControlClient) -> None:
 def _optimizer(config: Config) -> OptimizerSettings:
     train = config.train
     return OptimizerSettings(
-        lr=train.lr,
+        schedule=LrSchedule(train.lr, train.lr_schedule, train.warmup_steps, train.steps),
         beta1=train.beta1,
         beta2=train.beta2,
         weight_decay=train.weight_decay,
         clip_grad=train.clip_grad,
-        warmup_steps=train.warmup_steps,
     )
 
 

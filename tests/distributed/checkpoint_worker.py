@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from asyncrl.algo.learning_rate import LrSchedule
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.hf import local
 from asyncrl.weights.layout import hf_tensors, matrix_shape
@@ -22,7 +23,7 @@ from megatron_ext.policy import MegatronPolicy, StepStats
 from tests.distributed.parity_worker import weighted_nll
 from tests.distributed.sequences import make_sequences, micro_batches
 
-SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.01, clip_grad=0.5, warmup_steps=3)
+SETTINGS = OptimizerSettings(LrSchedule(1e-3, warmup_steps=3), weight_decay=0.01, clip_grad=0.5)
 
 
 def full_tensors(policy: MegatronPolicy) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.algo.inputs import ObjectiveInputs, ObjectiveOutput
+from asyncrl.algo.learning_rate import LrSchedule
 from asyncrl.weights.geometry import ModelGeometry
 from megatron_ext.optimizer import OptimizerSettings
 from megatron_ext.packing import unpack
@@ -21,7 +22,7 @@ from tests.distributed.sequences import make_sequences, micro_batches
 
 NUM_STEPS = 5
 TEMPERATURE = 0.8
-SETTINGS = OptimizerSettings(lr=2e-4, beta2=0.95, weight_decay=0.01, clip_grad=0.5)
+SETTINGS = OptimizerSettings(LrSchedule(2e-4), beta2=0.95, weight_decay=0.01, clip_grad=0.5)
 
 
 def weighted_nll(inputs: ObjectiveInputs) -> ObjectiveOutput:
