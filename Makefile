@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+TOOLS_STAMP := $(VENV)/.stamp-tools
 ENV_STAMP := $(VENV)/.stamp-env
 BUILD_STAMP := $(VENV)/.stamp-build
+READY := $(ENV_STAMP) $(BUILD_STAMP)
 TESTS ?=
 MODEL := models/SmolLM2-135M-Instruct
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+BUILD_TOOLS := cmake ninja pybind11 setuptools wheel
+NOT_COMPILED := /(tests?|testing|multimodal_gen|rllib)/|transformers/models/(?!auto|llama|qwen)
+MAKEFLAGS += --jobs=2 # the C++ core is built while pip, which uses one core, unpacks
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -23,55 +28,59 @@ help:
 	@echo "make layouts     every trainer layout into every engine layout, compared with a load from disk"
 	@echo "make bench       benchmarks against peers and physical bounds"
 
-env: $(BUILD_STAMP)
+env: $(READY)
 
-$(ENV_STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt
+$(TOOLS_STAMP): requirements/cpu.txt
 	@echo "asyncrl: creating $(VENV) (about 3 GB, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -r requirements/cpu.txt
-	@$(PIP) --no-deps -r requirements/cpu-nodeps.txt
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compileall.log || true # on all cores; templates fail
+	@$(PIP) $$(grep -E '^($(subst $() ,|,$(BUILD_TOOLS)))==' requirements/cpu.txt)
 	@touch $@
 
-$(BUILD_STAMP): $(ENV_STAMP) $(CORE_SOURCES)
+$(ENV_STAMP): $(TOOLS_STAMP) requirements/cpu.txt requirements/cpu-nodeps.txt
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-deps -r requirements/cpu-nodeps.txt
+	@$(BIN)/python -m compileall -q -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib > $(VENV)/compileall.log 2>&1 || true # some are templates
+	@touch $@
+
+$(BUILD_STAMP): $(TOOLS_STAMP) $(CORE_SOURCES)
 	@echo "asyncrl: building the C++ core"
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(MODEL)/config.json: | $(BUILD_STAMP)
+$(MODEL)/config.json: | $(READY)
 	@$(RANK_ENV) $(BIN)/python -m asyncrl.data.smollm2 $(MODEL)
 
-demo: $(BUILD_STAMP) $(MODEL)/config.json
+demo: $(READY) $(MODEL)/config.json
 	@$(BIN)/asyncrl run examples/demo.toml name=demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(BUILD_STAMP)
+test: $(READY)
 	$(RANK_ENV) $(BIN)/python -m scripts.run_tests $(TESTS)
 
-lint: $(BUILD_STAMP)
+lint: $(READY)
 	$(BIN)/ruff check asyncrl megatron_ext tests benchmarks setup.py
 	$(BIN)/ruff format --check asyncrl megatron_ext tests benchmarks setup.py
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-format: $(BUILD_STAMP)
+format: $(READY)
 	$(BIN)/ruff check --fix asyncrl megatron_ext tests benchmarks setup.py
 	$(BIN)/ruff format asyncrl megatron_ext tests benchmarks setup.py
 	$(BIN)/clang-format -i $$(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-chaos-ring: $(BUILD_STAMP)
+chaos-ring: $(READY)
 	$(RANK_ENV) $(BIN)/python tests/chaos/ring/run.py
 
-chaos-runs: $(BUILD_STAMP)
+chaos-runs: $(READY)
 	$(RANK_ENV) $(BIN)/python -m pytest -m long tests
 
-chaos-sim: $(BUILD_STAMP)
+chaos-sim: $(READY)
 	$(RANK_ENV) $(BIN)/python -m tests.sim.run --seeds 20000
 	$(RANK_ENV) $(BIN)/python -m tests.sim.fleet_run --seeds 20000
 
-layouts: $(BUILD_STAMP)
+layouts: $(READY)
 	$(RANK_ENV) $(BIN)/python -m scripts.check_layouts
 
-bench: $(BUILD_STAMP)
+bench: $(READY)
 	$(RANK_ENV) $(BIN)/python benchmarks/ring.py
 	$(RANK_ENV) $(BIN)/python benchmarks/publish.py
 	$(RANK_ENV) $(BIN)/python benchmarks/pack.py
