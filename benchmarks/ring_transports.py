@@ -93,7 +93,7 @@ class AsyncrlRing(Transport):
 
     def get(self) -> Received:
         self.current = self.group.get_batch(1, timeout=60)
-        values = self.current[0].values()
+        (values,) = self.current.values()
         return values, values["group_id"], values["reward"]
 
     def release(self) -> None:
@@ -128,17 +128,15 @@ class AsyncrlBatches(AsyncrlRing):
 
     def connect_reader(self, rank: int = 0, size: int = 1) -> None:
         super().connect_reader(rank, size)
-        self.current = None
-        self.index = 0
+        self.records: list[dict[str, Any]] = []
 
     def get(self) -> Received:
-        if self.current is None:
-            self.current, self.index = self.group.get_batch(self.batch, timeout=60), 0
-        values = self.current[self.index].values()
+        if not self.records:
+            self.current = self.group.get_batch(self.batch, timeout=60)
+            self.records = self.current.values()[::-1]
+        values = self.records.pop()
         return values, values["group_id"], values["reward"]
 
     def release(self) -> None:
-        self.index += 1
-        if self.index == len(self.current):
+        if not self.records:
             super().release()
-            self.current = None

@@ -1,5 +1,9 @@
 #include "bind/lease.h"
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 #include "bind/record_codec.h"
 #include "common/crc32c.h"
 #include "ring/errors.h"
@@ -31,9 +35,29 @@ py::object MakeView(const std::byte* record, const ring::RecordField& field, py:
   return view;
 }
 
-// Field names come back on every read: each is made once and kept for the life of the process.
-py::str NameOf(const ring::RecordField& field) {
-  return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(field.name));
+// The name of a record's field number `index`. Names come back on every read: each is made once and
+// kept for the life of the process; a ring's records all have the same, so the first look finds it.
+py::handle NameOf(const ring::RecordField& field, size_t index) {
+  struct Known {
+    char name[ring::kFieldNameBytes];
+    PyObject* text;
+  };
+  static std::vector<Known> known;  // the GIL guards it
+  auto is_it = [&field](const Known& candidate) {
+    return std::memcmp(candidate.name, field.name, sizeof(field.name)) == 0;
+  };
+  if (index < known.size() && is_it(known[index])) return known[index].text;
+  const auto found = std::find_if(known.begin(), known.end(), is_it);
+  if (found != known.end()) return found->text;
+  Known added{{}, PyUnicode_InternFromString(field.name)};
+  if (added.text == nullptr) throw py::error_already_set();
+  std::memcpy(added.name, field.name, sizeof(field.name));
+  known.push_back(added);
+  return added.text;
+}
+
+void Set(const py::dict& values, py::handle name, const py::object& value) {
+  if (PyDict_SetItem(values.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
 }
 
 }  // namespace
@@ -82,22 +106,28 @@ py::object Lease::View(size_t index, const std::string& name, bool writeable) {
   return MakeView(Record(index), field, MakeToken(), writeable);
 }
 
-py::dict Lease::Views(size_t index) { return Fields(index, /*with_scalars=*/false); }
+py::dict Lease::Views(size_t index) { return Fields(Record(index), MakeToken(), false); }
 
-py::dict Lease::Values(size_t index) { return Fields(index, /*with_scalars=*/true); }
+py::dict Lease::Values(size_t index) { return Fields(Record(index), MakeToken(), true); }
 
-py::dict Lease::Fields(size_t index, bool with_scalars) {
-  const std::byte* record = Record(index);
+py::list Lease::AllValues() {
+  py::list records(size());
   const py::capsule token = MakeToken();
+  for (size_t index = 0; index < size(); ++index)
+    records[index] = Fields(Record(index), token, /*with_scalars=*/true);
+  return records;
+}
+
+py::dict Lease::Fields(const std::byte* record, const py::capsule& token, bool with_scalars) {
   const auto* header = reinterpret_cast<const ring::RecordHeader*>(record);
   const auto* fields = reinterpret_cast<const ring::RecordField*>(record + sizeof(*header));
   py::dict values;
   for (uint32_t i = 0; i < header->num_fields; ++i) {
     const ring::RecordField& field = fields[i];
     if (field.num_dims > 0 && field.dtype != ring::DType::kString) {
-      values[NameOf(field)] = MakeView(record, field, token, /*writeable=*/false);
+      Set(values, NameOf(field, i), MakeView(record, field, token, /*writeable=*/false));
     } else if (with_scalars) {
-      values[NameOf(field)] = ReadScalar(record, field);
+      Set(values, NameOf(field, i), ReadScalar(record, field));
     }
   }
   return values;

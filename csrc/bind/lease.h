@@ -38,6 +38,9 @@ class Lease : public std::enable_shared_from_this<Lease> {
   // The same with the scalars and strings.
   pybind11::dict Values(size_t index);
 
+  // `Values` of every record, in order; together they count as one view.
+  pybind11::list AllValues();
+
   // A scalar or a string.
   pybind11::object Scalar(size_t index, const std::string& name) const;
 
@@ -60,7 +63,8 @@ class Lease : public std::enable_shared_from_this<Lease> {
  private:
   struct ViewToken;
   pybind11::capsule MakeToken();
-  pybind11::dict Fields(size_t index, bool with_scalars);
+  static pybind11::dict Fields(const std::byte* record, const pybind11::capsule& token,
+                               bool with_scalars);
   const std::byte* Record(size_t index) const;
   const ring::RecordField& Find(size_t index, const std::string& name) const;
 

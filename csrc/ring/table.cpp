@@ -59,7 +59,7 @@ void Table::Free(uint32_t index) {
   (slot.prev == kNil ? control_.address_head : slots_[slot.prev].next) = slot.next;
   CRASH_POINT("free.unlinked");
   if (slot.next != kNil) slots_[slot.next].prev = slot.prev;
-  if (control_.cursor == index) control_.cursor = slot.prev;
+  control_.cursor = slot.prev;
   slot.link = control_.free_head;
   control_.free_head = index;
   ++control_.num_free;

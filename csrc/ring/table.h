@@ -1,7 +1,8 @@
 // Slots and arena: allocation, the ready queue, recovery. No system calls, no waiting.
 //
-// Every method needs the metadata lock, except where said. Extents are found next-fit in address
-// order, so a record that is held for long is jumped over, and an extent is always contiguous.
+// Every method needs the metadata lock, except where said. An extent is contiguous, and is looked
+// for in address order from where room was given back last: while readers keep up the same bytes
+// are used again and stay in the cache, and a record that is held for long is jumped over.
 #pragma once
 
 #include <cstdint>

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from asyncrl.ring import Ring
 from asyncrl.ring.errors import (
-    BatchReleased,
     KeyTooOld,
     MemberBusy,
     NotAMember,
@@ -24,7 +22,6 @@ from asyncrl.ring.errors import (
     RingClosed,
     RingFull,
     RingTimeout,
-    ViewsAlive,
 )
 from tests.unit.ring_samples import assert_same, make_sample, numbers, temporary_ring
 
@@ -51,18 +48,6 @@ def test_a_sample_comes_back_as_it_was(path: Path, producer: Ring) -> None:
         assert (batch[0].min_version, batch[0].max_version) == (3, 3)
         assert_same(batch[0].sample(), sample)
         batch.ack()
-
-
-def test_views_are_zero_copy_and_read_only(path: Path, producer: Ring) -> None:
-    sample = make_sample(5)
-    producer.put(sample, timeout=1)
-    batch = reader(path).group("dp0").get_batch(1, timeout=1)
-    ids, again = batch[0].numpy("token_ids"), batch[0].numpy("token_ids")
-    assert ids.ctypes.data == again.ctypes.data and ids.ctypes.data % 64 == 0
-    tensor = batch[0].torch("behav_logprobs")
-    assert torch.equal(tensor, torch.from_numpy(sample.behav_logprobs))
-    with pytest.raises(ValueError, match="read-only"):
-        ids[0] = 1
 
 
 def test_every_rank_sees_the_same_batches(path: Path, producer: Ring) -> None:
@@ -117,33 +102,6 @@ def test_a_dropped_batch_is_a_nack(path: Path, producer: Ring) -> None:
         group.get_batch(1, timeout=0)
     del view
     assert numbers(group.get_batch(1, timeout=0)) == [1]
-
-
-def test_views_keep_the_records_after_ack_and_release_refuses(path: Path, producer: Ring) -> None:
-    group = reader(path).group("dp0")
-    producer.put(make_sample(1), timeout=1)
-    with group.get_batch(1, timeout=1) as batch:
-        part = batch[0].numpy("token_ids")[4:6]
-        batch.ack()
-        with pytest.raises(ViewsAlive, match="1 views of the batch's 1 records") as caught:
-            batch.release()
-        assert isinstance(caught.value, BufferError)
-    assert producer.stats().held == 1
-    producer.put_many([make_sample(9) for _ in range(15)], timeout=1)
-    assert part.tolist() == [1, 1], "the bytes are not reused under a view"
-    del part, batch, caught  # the traceback keeps the batch
-    assert producer.stats().held == 0
-
-
-def test_a_released_batch_says_so(path: Path, producer: Ring) -> None:
-    producer.put(make_sample(1), timeout=1)
-    batch = reader(path).group("dp0").get_batch(1, timeout=1)
-    batch.release()
-    for use in (lambda: batch[0].numpy("token_ids"), batch.ack):
-        with pytest.raises(BatchReleased, match="released"):
-            use()
-    with pytest.raises(IndexError, match="record 3 of a batch of 1"):
-        batch[3]
 
 
 def test_acknowledgement_modes(path: Path, producer: Ring) -> None:
