@@ -27,9 +27,11 @@ from transformers import (  # noqa: E402
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Kind = Literal["llama", "qwen2", "qwen3"]
+Kind = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -94,6 +96,9 @@ def make_tiny(
         model = LlamaForCausalLM(LlamaConfig(head_dim=head_dim, rms_norm_eps=1e-5, **common))
     elif kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(rms_norm_eps=1e-6, **common))
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=head_dim, rms_norm_eps=1e-6, **experts, **common))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=head_dim, rms_norm_eps=1e-6, **common))
     _randomise(model, seed)

@@ -189,6 +189,9 @@ class WeightsConfig(Section):
 
     bucket_mib: PositiveFloat = 32.0  # size of a staging buffer; each side has two
     timeout_s: PositiveFloat = 120.0  # longest wait for a publication
+    # send what changed since the version that an engine holds, where that is less, exact to the bit: for thin
+    # links and weights in bfloat16; each trainer rank keeps a second copy of its parameters
+    delta: bool = False
     # after every publication, record the engine's parameter checksums and compare logprobs of
     # fixed prompts between engine and trainer (slow: for tests and new models)
     verify: bool = False

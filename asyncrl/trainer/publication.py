@@ -38,7 +38,7 @@ from asyncrl.engines.base import WeightGroup
 from asyncrl.trainer.collectives import broadcast_json
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
-from asyncrl.weights.receiver import WeightUpdateError
+from asyncrl.weights.wire import WeightUpdateError
 
 MAX_LOOKS = 20
 """How often the engines may change between the look at them and the order that follows from it."""

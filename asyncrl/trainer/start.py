@@ -61,6 +61,7 @@ def run_rank(config: Config) -> None:
         # Engines are sent to side by side, so that their staging buffers share the room of two.
         int(config.weights.bucket_mib * MIB) // config.engine.replicas,
         config.weights.timeout_s,
+        delta=config.weights.delta,
     )
     loop = TrainingLoop(
         config,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import RankLayout, decode_layout, encode_layout
-from asyncrl.weights.receiver import WeightUpdateError
+from asyncrl.weights.wire import WeightUpdateError
 
 Result = TypeVar("Result")
 

@@ -23,8 +23,8 @@ from asyncrl.weights.fp8 import FP8
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.pack import receiver_instructions, refuse_quantising
 from asyncrl.weights.plan import RankLayout, TransferPlan, plan_transfer
-from asyncrl.weights.receiver import Deadline, WeightUpdateError, receive_message, send_message
 from asyncrl.weights.transport import EngineEndpoint, join_group
+from asyncrl.weights.wire import Deadline, WeightUpdateError, receive_message, send_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class Handshake:
     def _receiver_layout(self, endpoint: EngineEndpoint, tp_rank: int, manifest: Sequence[Any]) -> RankLayout:
         shapes = {name: tuple(shape) for name, shape, _ in manifest}
         dtypes = {name: dtype for name, _, dtype in manifest}
-        shards = engine_shards(self.geometry, endpoint.tp_size, tp_rank, fp8=FP8 in dtypes.values())
+        has_fp8 = FP8 in dtypes.values()
+        shards = engine_shards(self.geometry, endpoint.tp_size, tp_rank, endpoint.ep_size, fp8=has_fp8)
         check_manifest(shards, shapes, f"engine {endpoint.name}, rank {tp_rank}")
         return RankLayout(shards, tuple(dtypes[shard.name] for shard in shards))
 

@@ -2,7 +2,9 @@
 
     construct: the layouts of all trainer ranks are exchanged once
     connect:   `handshake` with one engine ends in a plan; this rank's part of it becomes a `BucketSender`
-    publish:   every rank sends its buckets to each engine, one thread per engine; the outcome is exchanged
+    publish:   every rank sends its buckets to each engine, one thread per engine; the outcome is exchanged.
+               With ``delta`` every rank keeps what it published last, and an engine that verified just that
+               is told the changes since; every other engine gets everything
 
 All ranks call each method together and with the same arguments. An engine fails alone: its failure is part of
 the result on every rank, its group is left, and the other engines go on.
@@ -24,8 +26,8 @@ from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.handshake import Handshake, Meeting
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import TransferPlan
-from asyncrl.weights.receiver import WeightUpdateError
-from asyncrl.weights.transport import BucketSender, EngineEndpoint
+from asyncrl.weights.transport import Base, BucketSender, EngineEndpoint
+from asyncrl.weights.wire import NO_BASE, WeightUpdateError
 
 __all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher"]
 
@@ -44,15 +46,16 @@ class PublishStats:
 
     seconds: float
     bytes_sent: int  # by this rank
-    bytes_received_total: int  # by all ranks of all engines that did not fail
+    bytes_received_total: int  # by all ranks of all engines that did not fail; fewer than held with ``delta``
     num_buckets: int  # sent by this rank
     failures: tuple[EngineFailure, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Connection:
     meeting: Meeting
     sender: BucketSender
+    held: int = NO_BASE  # the version that the engine verified last
 
     @property
     def plan(self) -> TransferPlan:
@@ -64,8 +67,9 @@ class Publisher:
 
     Args:
         layouts, tensors: the rank's parameters over all its model chunks; contiguous float32 or bfloat16.
-        bucket_bytes: largest message; two of them are staged per engine.
+        bucket_bytes: largest message; two of them are staged per engine, three with ``delta``.
         timeout_s: deadline of joining a group, and of one publication to one engine.
+        delta: keep a copy of the parameters of the last version, and send what changed since.
 
     Raises:
         ModelError: a tensor does not fit its layout.
@@ -80,6 +84,7 @@ class Publisher:
         geometry: ModelGeometry,
         bucket_bytes: int,
         timeout_s: float,
+        delta: bool = False,
     ) -> None:
         if dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise ModelError(
@@ -89,6 +94,8 @@ class Publisher:
         senders = exchange_layouts(layouts, self._tensors)
         self._handshake = Handshake(rank, senders, geometry, bucket_bytes, timeout_s)
         self._connections: dict[str, _Connection] = {}
+        self._delta = delta
+        self._last: Base | None = None
 
     def connect(self, endpoint: EngineEndpoint) -> None:
         """Meet an engine whose ranks are joining the same group, and agree on a plan.
@@ -114,19 +121,33 @@ class Publisher:
         connections = {endpoint.name: self._connections[endpoint.name] for endpoint in endpoints}
         with ThreadPoolExecutor(max_workers=max(1, len(connections))) as pool:
             outcomes = list(pool.map(lambda item: self._send(item, version), connections.values()))
-        failures = _agree(list(connections), [reason for _, reason in outcomes])
+        everybody = _exchange(outcomes)
+        failures = _failures(list(connections), everybody)
         for failure in failures:
             self.disconnect(failure.engine)
-        received = [
-            item.plan.total_bytes() for name, item in connections.items() if name in self._connections
-        ]
+        for name in connections.keys() & self._connections.keys():
+            connections[name].held = version
+        if self._delta:
+            self._keep(version)
         return PublishStats(
             seconds=time.monotonic() - started,
-            bytes_sent=sum(num_bytes for num_bytes, _ in outcomes),
-            bytes_received_total=sum(received),
+            bytes_sent=sum(outcome.num_bytes for outcome in outcomes),
+            bytes_received_total=sum(
+                outcome.num_bytes
+                for name, of_engine in zip(connections, zip(*everybody, strict=True), strict=True)
+                if name in self._connections
+                for outcome in of_engine
+            ),
             num_buckets=sum(item.sender.num_buckets for item in connections.values()),
             failures=tuple(failures),
         )
+
+    def _keep(self, version: int) -> None:
+        """Remember the parameters as ``version``; any engine that holds it was sent just these."""
+        kept = self._last.parameters if self._last else [torch.empty_like(tensor) for tensor in self._tensors]
+        for copy, tensor in zip(kept, self._tensors, strict=True):
+            copy.copy_(tensor)
+        self._last = Base(version, kept)
 
     def plan_hash(self, engine: str) -> str:
         """Of a connected engine; the engine is told it with every version."""
@@ -145,20 +166,33 @@ class Publisher:
         if connection is not None:
             dist.destroy_process_group(connection.meeting.group)
 
-    def _send(self, connection: _Connection, version: int) -> tuple[int, str]:
-        """Bytes sent, and why it failed, or an empty string."""
+    def _send(self, connection: _Connection, version: int) -> _Outcome:
+        base = self._last if self._last and self._last.version == connection.held else None
         try:
-            return connection.sender.send(version, self._handshake.timeout_s), ""
+            return _Outcome(connection.sender.send(version, self._handshake.timeout_s, base), "")
         except WeightUpdateError as error:
-            return 0, str(error)
+            return _Outcome(0, str(error))
 
 
-def _agree(engines: Sequence[str], own_reasons: Sequence[str]) -> list[EngineFailure]:
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of one rank's sending to one engine."""
+
+    num_bytes: int
+    reason: str  # why it failed, or an empty string
+
+
+def _exchange(own: Sequence[_Outcome]) -> list[list[_Outcome]]:
+    """Per trainer rank, per engine."""
+    told = json.dumps([[outcome.num_bytes, outcome.reason] for outcome in own]).encode()
+    return [[_Outcome(*item) for item in json.loads(message)] for message in gather_messages(told)]
+
+
+def _failures(engines: Sequence[str], everybody: Sequence[Sequence[_Outcome]]) -> list[EngineFailure]:
     """For every engine that failed on any trainer rank, the first such rank's reason."""
-    everybody = [json.loads(message) for message in gather_messages(json.dumps(own_reasons).encode())]
     failures = []
-    for engine, reasons in zip(engines, zip(*everybody, strict=True), strict=True):
-        told = [f"trainer rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    for engine, outcomes in zip(engines, zip(*everybody, strict=True), strict=True):
+        told = [f"trainer rank {rank}: {item.reason}" for rank, item in enumerate(outcomes) if item.reason]
         if told:
             failures.append(EngineFailure(engine, told[0]))
     return failures

@@ -2,123 +2,45 @@
 
     connect: manifest (name, shape, dtype of every live parameter) -> first sender
              instructions (buckets, segments, plan hash)           <- first sender
-    receive: from each sender: header (version, plan hash), buckets, digests
+    receive: from each sender: header (version, base, plan hash), buckets, digests
              two staging buffers: while one bucket is unpacked the next one arrives
+    changes: with a base, the rank packs the bucket that it holds, changes it, and unpacks it as any other.
+             The digests are of the whole bucket, so a base that is not what the sender thinks shows in them
 
 A version counts as received only when every rank of the engine has verified the digest of every parameter;
 otherwise `WeightUpdateError` is raised on all ranks, and the weights may be partly new: the engine must not
 serve until it has received a whole version.
 
-This module runs inside the engine's process, whose environment may hold nothing of ours but this file and the
-extension: it imports torch and `asyncrl._C` alone. The wire format is defined here for both sides.
+This module runs inside the engine's process, whose environment may hold nothing of ours but this file, the
+wire format and the extension: it imports torch, `asyncrl._C` and `asyncrl.weights.wire` alone.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import asyncrl._C as _C
-
-MAX_MESSAGE_BYTES = 1 << 31
-"""Longest manifest or instructions; a larger announced length is a protocol error."""
-
-
-STAGING_ALIGNMENT = 256
-
-
-class WeightUpdateError(RuntimeError):
-    """A rank could not send or receive a version; the message names the peer or the parameter."""
-
-
-class Deadline:
-    """A point in time that several waits share."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
-
-    def wait(self, work: dist.Work, what: str) -> None:
-        """Finish a transfer, or raise `WeightUpdateError` that says what did not happen."""
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise WeightUpdateError(f"{what}: not within {self.timeout_s:.0f} s")
-        try:
-            work.wait(timedelta(seconds=left))
-        except RuntimeError as error:
-            raise WeightUpdateError(f"{what}: {_first_line(error)}") from error
-
-
-def transfer_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must lie that this group moves."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
-def start_send(group: dist.ProcessGroup, peer: int, data: torch.Tensor) -> dist.Work:
-    """Begin sending; ``data`` must stay unchanged until the work is finished."""
-    return _started(lambda: dist.isend(data, group=group, group_dst=peer), peer)
-
-
-def start_receive(group: dist.ProcessGroup, peer: int, data: torch.Tensor) -> dist.Work:
-    """Begin receiving into ``data``."""
-    return _started(lambda: dist.irecv(data, group=group, group_src=peer), peer)
-
-
-def _started(start: Callable[[], dist.Work | None], peer: int) -> dist.Work:
-    try:
-        work = start()
-    except RuntimeError as error:  # the connection is known to be closed
-        raise WeightUpdateError(f"rank {peer} of the weight group is gone: {_first_line(error)}") from error
-    if work is None:
-        raise WeightUpdateError("this process is no member of the weight group")
-    return work
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def send_message(group: dist.ProcessGroup, peer: int, message: bytes, deadline: Deadline) -> None:
-    """Send a length, then the bytes."""
-    device = transfer_device(group)
-    body = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-    length = torch.tensor([len(message)], dtype=torch.int64, device=device)
-    for part in (length, body):
-        deadline.wait(start_send(group, peer, part), f"sending {len(message)} bytes to rank {peer}")
-
-
-def receive_message(group: dist.ProcessGroup, peer: int, deadline: Deadline) -> bytes:
-    """Receive what `send_message` sent."""
-    device = transfer_device(group)
-    length = torch.zeros(1, dtype=torch.int64, device=device)
-    deadline.wait(start_receive(group, peer, length), f"waiting for a message of rank {peer}")
-    num_bytes = int(length.item())
-    if not 0 < num_bytes <= MAX_MESSAGE_BYTES:
-        raise WeightUpdateError(f"rank {peer} announced a message of {num_bytes} bytes")
-    body = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    deadline.wait(start_receive(group, peer, body), f"waiting for {num_bytes} bytes of rank {peer}")
-    return bytes(body.cpu().numpy())
-
-
-def header_of(version: int, plan_hash: str) -> torch.Tensor:
-    """What precedes the buckets of every pair: int64[5], the version and the plan's SHA-256."""
-    numbers = array("q", [version])
-    numbers.frombytes(bytes.fromhex(plan_hash))
-    return torch.tensor(numbers.tolist(), dtype=torch.int64)
-
-
-def staging_pair(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Two buffers of at least ``num_bytes``, uint8; both begin where the widest copies may."""
-    stride = -(-num_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-    return torch.empty(2, stride, dtype=torch.uint8, device=device)
+from asyncrl.weights.wire import (
+    NO_BASE,
+    WHOLE,
+    Deadline,
+    WeightUpdateError,
+    apply_changes,
+    bytes_per_change,
+    header_of,
+    receive_message,
+    send_message,
+    staging,
+    start_receive,
+    transfer_device,
+)
 
 
 class BucketCopies:
@@ -147,15 +69,23 @@ class BucketCopies:
 
     def pack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
         """Fill a bucket, uint8, and add to the digests, int64."""
-        self._program.pack(*self._arguments(space, digests))
+        self._program.pack(*self._arguments(self._parameters, space, digests))
+
+    def pack_from(
+        self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor
+    ) -> None:
+        """`pack` from others of the same shapes and dtypes: those of another version."""
+        self._program.pack(*self._arguments(parameters, space, digests))
 
     def unpack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
         """Write the parameters from a bucket, uint8, and add to the digests, int64."""
-        self._program.unpack(*self._arguments(space, digests))
+        self._program.unpack(*self._arguments(self._parameters, space, digests))
 
-    def _arguments(self, space: torch.Tensor, digests: torch.Tensor) -> tuple[Any, ...]:
+    def _arguments(
+        self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor
+    ) -> tuple[Any, ...]:
         # Addresses are read every time: a parameter's storage may have been replaced since.
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        addresses = [parameter.data_ptr() for parameter in parameters]
         stream = (torch.cuda.current_stream().cuda_stream,) if self._on_cuda else ()
         return addresses, space.data_ptr(), digests.data_ptr(), *stream
 
@@ -165,6 +95,19 @@ class _ReceiverBucket:
     sender: int
     num_bytes: int
     copies: BucketCopies
+
+    def num_bytes_of(self, count: int) -> int:
+        """What arrives for so many changes, or for WHOLE."""
+        return self.num_bytes if count == WHOLE else count * bytes_per_change(self.num_bytes)
+
+    def unpack(self, arrived: torch.Tensor, count: int, held: torch.Tensor, digests: torch.Tensor) -> None:
+        """Write the parameters; ``held`` is room for the bucket as this rank holds it."""
+        whole = arrived[: self.num_bytes]
+        if count != WHOLE:
+            whole = held[: self.num_bytes]
+            self.copies.pack(whole, torch.zeros_like(digests))
+            apply_changes(whole, arrived[: self.num_bytes_of(count)], count)
+        self.copies.unpack(whole, digests)
 
 
 class Receiver:
@@ -193,6 +136,7 @@ class Receiver:
         self._names: list[str] = []
         self._padding: list[tuple[int, int]] = []
         self._buckets: list[_ReceiverBucket] = []
+        self._held = NO_BASE  # the version that was verified last
 
     def connect(self, timeout_s: float) -> None:
         """Report what this rank holds and take the plan's instructions.
@@ -210,7 +154,9 @@ class Receiver:
                 partly new and the weight group must be left.
         """
         what = f"receiving version {version}"
-        self._together(lambda: self._transfer(version, plan_hash, Deadline(timeout_s)), what)
+        held, self._held = self._held, NO_BASE
+        self._together(lambda: self._transfer(version, held, plan_hash, Deadline(timeout_s)), what)
+        self._held = version
 
     def _together(self, action: Callable[[], None], what: str) -> None:
         failure: Exception | None = None
@@ -255,43 +201,67 @@ class Receiver:
         ]
         self._plan_hash = instructions["plan_hash"]
 
-    def _transfer(self, version: int, plan_hash: str, deadline: Deadline) -> None:
+    def _transfer(self, version: int, held: int, plan_hash: str, deadline: Deadline) -> None:
         if plan_hash != self._plan_hash:
             raise WeightUpdateError(
                 f"the publication follows plan {plan_hash[:12]}, this rank knows {self._plan_hash[:12]}"
             )
         senders = sorted({bucket.sender for bucket in self._buckets})
-        for sender in senders:
-            self._check_header(sender, version, deadline)
+        bases = {self._check_header(sender, version, held, deadline) for sender in senders}
+        if len(bases) > 1:
+            raise WeightUpdateError(f"the senders tell changes of different versions: {sorted(bases)}")
         for shard_idx, first_row in self._padding:
             self._order[shard_idx][first_row:].zero_()
-        digests = self._receive_buckets(deadline)
+        digests = self._receive_buckets(deadline, as_changes=bases != {NO_BASE})
         self._verify(digests, senders, deadline)
 
-    def _check_header(self, sender: int, version: int, deadline: Deadline) -> None:
-        expected = header_of(version, self._plan_hash)
-        header = torch.zeros_like(expected, device=transfer_device(self._group))
+    def _check_header(self, sender: int, version: int, held: int, deadline: Deadline) -> int:
+        """Returns the version that the sender tells changes of."""
+        header = torch.zeros_like(header_of(0, 0, self._plan_hash), device=transfer_device(self._group))
         what = f"waiting for version {version} of sender {sender}"
         deadline.wait(start_receive(self._group, sender, header), what)
-        if not torch.equal(header.cpu(), expected):
+        base = int(header[1])
+        if not torch.equal(header.cpu(), header_of(version, base, self._plan_hash)):
             raise WeightUpdateError(f"sender {sender} sends version {int(header[0])}, or by another plan")
+        if base not in (NO_BASE, held):
+            holds = "no verified version" if held == NO_BASE else f"version {held}"
+            raise WeightUpdateError(
+                f"sender {sender} tells changes of version {base}, this rank holds {holds}"
+            )
+        return base
 
-    def _receive_buckets(self, deadline: Deadline) -> torch.Tensor:
+    def _receive_buckets(self, deadline: Deadline, as_changes: bool) -> torch.Tensor:
         """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
-        digests = torch.zeros(len(self._order), dtype=torch.int64, device=transfer_device(self._group))
+        device = transfer_device(self._group)
+        digests = torch.zeros(len(self._order), dtype=torch.int64, device=device)
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
-        staging = staging_pair(largest, transfer_device(self._group))
-        arriving: list[tuple[dist.Work, str]] = []
+        spaces = staging(2, largest, device)
+        held = staging(1, largest if as_changes else 0, device)[0]
+        arriving: list[tuple[dist.Work, str] | None] = []  # None: nothing changed, nothing comes
+        counts: list[int] = []
         for bucket_idx in range(len(self._buckets) + 1):
             if bucket_idx < len(self._buckets):
                 bucket = self._buckets[bucket_idx]
-                space = staging[bucket_idx % 2, : bucket.num_bytes]
+                counts.append(self._receive_count(bucket_idx, deadline) if as_changes else WHOLE)
+                space = spaces[bucket_idx % 2, : bucket.num_bytes_of(counts[-1])]
                 what = f"waiting for bucket {bucket_idx} of sender {bucket.sender}"
-                arriving.append((start_receive(self._group, bucket.sender, space), what))
+                work = start_receive(self._group, bucket.sender, space) if len(space) else None
+                arriving.append((work, what) if work is not None else None)
             if bucket_idx > 0:
-                deadline.wait(*arriving[bucket_idx - 1])
-                self._buckets[bucket_idx - 1].copies.unpack(staging[(bucket_idx - 1) % 2], digests)
+                if (pending := arriving[bucket_idx - 1]) is not None:
+                    deadline.wait(*pending)
+                bucket, space = self._buckets[bucket_idx - 1], spaces[(bucket_idx - 1) % 2]
+                bucket.unpack(space, counts[bucket_idx - 1], held, digests)
         return digests
+
+    def _receive_count(self, bucket_idx: int, deadline: Deadline) -> int:
+        bucket = self._buckets[bucket_idx]
+        count = torch.zeros(1, dtype=torch.int64, device=transfer_device(self._group))
+        what = f"waiting for the size of bucket {bucket_idx} of sender {bucket.sender}"
+        deadline.wait(start_receive(self._group, bucket.sender, count), what)
+        if int(count) < WHOLE or bucket.num_bytes_of(int(count)) > bucket.num_bytes:
+            raise WeightUpdateError(f"sender {bucket.sender} announced {int(count)} changes in a bucket")
+        return int(count)
 
     def _verify(self, received: torch.Tensor, senders: Sequence[int], deadline: Deadline) -> None:
         expected = torch.zeros_like(received)

@@ -3,7 +3,8 @@
     join_group:   TCP rendezvous hosted by the first trainer rank, as SGLang's init_weights_update_group
                   expects it; ranks 0..S-1 are the trainer's, S + r is rank r of the engine
     BucketSender: header to every receiver -> buckets in the plan's order, one packed while the last one
-                  leaves -> digests
+                  leaves -> digests. Where the engine holds an earlier version that this side has kept, a
+                  bucket is told as what changed since, unless that is longer
 
 Every wait is under a deadline; after any error the group is broken and must be left.
 """
@@ -26,12 +27,16 @@ from torch.distributed.distributed_c10d import (
 
 from asyncrl.weights.pack import sender_table
 from asyncrl.weights.plan import Bucket, TransferPlan
-from asyncrl.weights.receiver import (
-    BucketCopies,
+from asyncrl.weights.receiver import BucketCopies
+from asyncrl.weights.wire import (
+    NO_BASE,
+    WHOLE,
     Deadline,
     WeightUpdateError,
+    bytes_per_change,
+    changes_between,
     header_of,
-    staging_pair,
+    staging,
     start_send,
     transfer_device,
 )
@@ -39,13 +44,17 @@ from asyncrl.weights.receiver import (
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
-    """Where one engine is met: its name, its ranks, and the rendezvous that trainer rank 0 hosts."""
+    """Where one engine is met: its name, its ranks, and the rendezvous that trainer rank 0 hosts.
+
+    What its ranks hold is read from them, and must agree with ``tp_size`` and ``ep_size``.
+    """
 
     name: str
     tp_size: int
     group_name: str
     master_address: str
     master_port: int
+    ep_size: int = 1  # expert parallelism, a divisor of tp_size
 
 
 def join_group(
@@ -83,6 +92,14 @@ def join_group(
     return group
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The parameters of an earlier version, in the order of the sender's own."""
+
+    version: int
+    parameters: Sequence[torch.Tensor]
+
+
 class BucketSender:
     """One trainer rank's part of a plan, ready to be sent again for every version."""
 
@@ -103,41 +120,63 @@ class BucketSender:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def send(self, version: int, timeout_s: float) -> int:
+    def send(self, version: int, timeout_s: float, base: Base | None = None) -> int:
         """Send this rank's buckets of one version; returns the bytes sent.
+
+        Args:
+            base: what every rank of the engine holds, to tell changes of.
 
         Raises:
             WeightUpdateError: names the engine rank that did not take its part in time.
         """
         deadline = Deadline(timeout_s)
         receivers = sorted({bucket.receiver for bucket, _ in self._buckets})
-        header = header_of(version, self._plan.plan_hash).to(transfer_device(self._group))
+        header = header_of(version, base.version if base else NO_BASE, self._plan.plan_hash)
+        header = header.to(transfer_device(self._group))
         for receiver in receivers:
             self._send_now(receiver, header, "the header", deadline)
-        digests = self._send_buckets(deadline)
+        num_bytes, digests = self._send_buckets(deadline, base)
         for receiver in receivers:
             self._send_now(receiver, digests[receiver], "digests", deadline)
-        return sum(bucket.num_bytes for bucket, _ in self._buckets)
+        return num_bytes
 
-    def _send_buckets(self, deadline: Deadline) -> list[torch.Tensor]:
-        """Returns, per receiver, the digest of each of its parameters as far as this rank sent it."""
+    def _send_buckets(self, deadline: Deadline, base: Base | None) -> tuple[int, list[torch.Tensor]]:
+        """Returns the bytes sent and, per receiver, the digest of each of its parameters as far as this rank
+        has them."""
         device = transfer_device(self._group)
         digests = [
             torch.zeros(len(layout.shards), dtype=torch.int64, device=device)
             for layout in self._plan.receivers
         ]
         largest = max((bucket.num_bytes for bucket, _ in self._buckets), default=0)
-        staging = staging_pair(largest, device)
-        leaving: list[tuple[dist.Work, str]] = []
+        spaces = staging(2, largest, device)
+        before = staging(1, largest if base else 0, device)[0]
+        leaving: list[tuple[dist.Work, str] | None] = []  # None: nothing changed, nothing is sent
+        num_bytes = 0
         for bucket_idx, (bucket, copies) in enumerate(self._buckets):
             if bucket_idx >= 2:
-                deadline.wait(*leaving[bucket_idx - 2])
-            space = staging[bucket_idx % 2, : bucket.num_bytes]
+                _finish(leaving[bucket_idx - 2], deadline)
+            space = spaces[bucket_idx % 2, : bucket.num_bytes]
             copies.pack(space, digests[bucket.receiver])
-            leaving.append(self._start(bucket, bucket_idx, space))
+            if base is not None:
+                old = before[: bucket.num_bytes]
+                copies.pack_from(base.parameters, old, torch.zeros_like(digests[bucket.receiver]))
+                space = self._send_size(bucket, old, space, deadline)
+            leaving.append(self._start(bucket, bucket_idx, space) if len(space) else None)
+            num_bytes += len(space)
         for pending in leaving[-2:]:
-            deadline.wait(*pending)
-        return digests
+            _finish(pending, deadline)
+        return num_bytes, digests
+
+    def _send_size(
+        self, bucket: Bucket, old: torch.Tensor, new: torch.Tensor, deadline: Deadline
+    ) -> torch.Tensor:
+        """Announce the number of changes, or WHOLE; returns what must follow."""
+        changes = changes_between(old, new)
+        count = WHOLE if changes is None else len(changes) // bytes_per_change(len(new))
+        size = torch.tensor([count], dtype=torch.int64, device=new.device)
+        self._send_now(bucket.receiver, size, "the size of a bucket", deadline)
+        return new if changes is None else changes
 
     def _start(self, bucket: Bucket, bucket_idx: int, space: torch.Tensor) -> tuple[dist.Work, str]:
         what = f"engine rank {bucket.receiver} taking bucket {bucket_idx}"
@@ -149,3 +188,8 @@ class BucketSender:
 
     def _group_rank(self, receiver: int) -> int:
         return len(self._plan.senders) + receiver
+
+
+def _finish(pending: tuple[dist.Work, str] | None, deadline: Deadline) -> None:
+    if pending is not None:
+        deadline.wait(*pending)

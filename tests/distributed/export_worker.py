@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.weights.export import write_hf
-from asyncrl.weights.receiver import WeightUpdateError
+from asyncrl.weights.wire import WeightUpdateError
 from tests.distributed.forked import fork_roles
 from tests.distributed.publish_worker import Case, trainer_chunks
 
@@ -30,7 +30,7 @@ def main(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
     for layout in LAYOUTS:
         case = Case({**layout, "ports": []})
-        shards, tensors = trainer_chunks(case, rank, seed=3)
+        shards, tensors = trainer_chunks(case, rank, version=3)
         for dtype, max_file_bytes in ((torch.float32, 20_000), (torch.bfloat16, 1 << 30)):
             target = directory / f"{case.name}-{dtype.itemsize}"
             write_hf(target, directory / "source", case.geometry, shards, tensors, dtype, max_file_bytes)

@@ -30,7 +30,8 @@ from asyncrl.weights import handshake as handshake_module
 from asyncrl.weights import receiver as receiver_module
 from asyncrl.weights import transport as transport_module
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
-from asyncrl.weights.receiver import Receiver, WeightUpdateError
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.wire import WeightUpdateError
 from tests.distributed.forked import run_roles
 from tests.distributed.publish_worker import (
     TIMEOUT_S,
@@ -107,9 +108,16 @@ def arm_receiver(phase: str) -> None:
 
 def run_trainer(case: FaultCase, rank: int) -> str:
     start_default_group(case.ports[0], rank, case.num_trainers, TIMEOUT_S)
-    layouts, tensors = trainer_chunks(case, rank, seed=1)
+    layouts, tensors = trainer_chunks(case, rank, version=1)
     publisher = Publisher(
-        rank, case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, case.timeout_s
+        rank,
+        case.num_trainers,
+        layouts,
+        tensors,
+        case.geometry,
+        case.bucket_bytes,
+        case.timeout_s,
+        case.delta,
     )
     if case.who == "sender":
         if rank == VICTIM:
@@ -137,7 +145,7 @@ def publish_around_the_fault(case: FaultCase, rank: int, publisher: Publisher, t
     publisher._handshake = replace(publisher._handshake, timeout_s=TIMEOUT_S)
     publisher.connect(case.again())
     refill = publisher.publish([case.again()], 1)
-    for name, tensor in trainer_chunks(case, rank, seed=2)[1].items():
+    for name, tensor in trainer_chunks(case, rank, version=2)[1].items():
         tensors[name].copy_(tensor)
     following = publisher.publish([case.again(), case.endpoint(1)], 2)
     return "; ".join(str(failure) for failure in (*refill.failures, *following.failures))
@@ -158,7 +166,7 @@ def run_engine(case: FaultCase, engine_idx: int, tp_rank: int) -> str:
     tp_size = case.engines[engine_idx]
     start_default_group(case.ports[1 + engine_idx], tp_rank, tp_size, TIMEOUT_S)
     group = join_as_engine(case, case.endpoint(engine_idx), tp_rank)
-    parameters = engine_parameters(case, tp_size, tp_rank, seed=0)
+    parameters = engine_parameters(case, tp_size, tp_rank, version=0)
     receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
     if case.who != "sender" and engine_idx == 1:
         receiver.connect(TIMEOUT_S)
@@ -197,7 +205,7 @@ def fail(case: FaultCase, receiver: Receiver, tp_rank: int) -> str:
 def run_successor(case: FaultCase, tp_rank: int) -> str:
     """A new process of engine 0, with weights of its own."""
     start_default_group(case.again_port, tp_rank, case.engines[0], TIMEOUT_S)
-    return come_back(case, engine_parameters(case, case.engines[0], tp_rank, seed=0), tp_rank)
+    return come_back(case, engine_parameters(case, case.engines[0], tp_rank, version=0), tp_rank)
 
 
 def come_back(case: FaultCase, parameters: Tensors, tp_rank: int) -> str:
@@ -211,7 +219,7 @@ def receive(case: FaultCase, receiver: Receiver, parameters: Tensors, tp_size: i
     """Versions 1 and 2, each byte-equal to the reference."""
     for version in (1, 2):
         receiver.receive(version, receiver._plan_hash, TIMEOUT_S)
-        expected = engine_parameters(case, tp_size, tp_rank, seed=version)
+        expected = engine_parameters(case, tp_size, tp_rank, version=version)
         difference = first_difference(parameters, expected)
         if difference:
             return f"version {version}: {difference}"

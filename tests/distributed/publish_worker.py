@@ -26,8 +26,10 @@ from asyncrl.weights import receiver as receiver_module
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher, PublishStats
-from asyncrl.weights.receiver import Receiver, WeightUpdateError
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.wire import WeightUpdateError
 from tests.distributed.forked import fork_roles
+from tests.moe_reference import ExpertCut
 from tests.shard_reference import (
     Tensors,
     engine_tensors,
@@ -48,20 +50,55 @@ REFUSED_MODELS = {
 """What the refusal must name, on both sides."""
 
 
+WRONG_DIGEST = ("did not arrive as it was sent", "another rank of this engine failed")
+
+
 class Case:
     """What cases.json says about one case, and where its processes meet."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.name: str = fields["name"]
         self.tp, self.pp, self.dp, self.vpp = (int(fields.get(key, 1)) for key in ("tp", "pp", "dp", "vpp"))
+        self.ep, self.etp = int(fields.get("ep", 1)), int(fields.get("etp", 1))
+        self.te, self.grouped = bool(fields.get("te")), bool(fields.get("grouped"))
         self.engines: list[int] = fields.get("engines", [1])
+        self.engine_ep = int(fields.get("engine_ep", 1))
         self.trainer_dtype = getattr(torch, fields.get("trainer_dtype", "float32"))
         self.engine_dtype = getattr(torch, fields.get("engine_dtype", "float32"))
         self.bucket_bytes: int = fields.get("bucket_bytes", 2000)
         self.fault: str = fields.get("fault", "")
+        self.changed: list[float] = fields.get("changed", [1.0])  # per publication after the first
         self.ports: list[int] = fields["ports"]  # trainer group, engine groups, weight groups
         self.geometry = geometry(fields.get("family", "llama"), **fields.get("geometry", {}))
         self.timeout_s = FAULT_TIMEOUT_S if self.fault else TIMEOUT_S
+
+    @property
+    def delta(self) -> bool:
+        return self.changed != [1.0]
+
+    def share_changed(self, version: int) -> float:
+        return self.changed[version - 2] if version - 2 < len(self.changed) else 1.0
+
+    def model(self, version: int) -> Tensors:
+        """The whole model of a version; 0 is what nobody publishes. Of the elements of every parameter the
+        share ``changed`` differs from the version before."""
+        after = random_model(self.geometry, version)
+        if version <= 1 or self.share_changed(version) == 1.0:
+            return after
+        before = self.model(version - 1)
+        generator = torch.Generator().manual_seed(version)
+        chosen = {
+            name: torch.rand(tensor.shape, generator=generator) < self.share_changed(version)
+            for name, tensor in after.items()
+        }
+        return {name: torch.where(chosen[name], after[name], before[name]) for name in after}
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return min(self.trainer_dtype, self.engine_dtype, key=lambda dtype: dtype.itemsize)
+
+    def engine_tensors(self, version: int, tp_size: int, tp_rank: int) -> Tensors:
+        return engine_tensors(self.geometry, self.model(version), tp_size, tp_rank, self.engine_ep)
 
     @property
     def num_trainers(self) -> int:
@@ -70,7 +107,22 @@ class Case:
     def endpoint(self, engine_idx: int) -> EngineEndpoint:
         port = self.ports[1 + len(self.engines) + engine_idx]
         name = f"engine{engine_idx}"
-        return EngineEndpoint(name, self.engines[engine_idx], f"{self.name}-{name}", "127.0.0.1", port)
+        group = f"{self.name}-{name}"
+        return EngineEndpoint(name, self.engines[engine_idx], group, "127.0.0.1", port, self.engine_ep)
+
+    def expert_cut(self, rank: int) -> ExpertCut:
+        """Neighbours in a pipeline stage share an expert; those after them hold the next ones."""
+        place = rank % (self.tp * self.dp)
+        ep_rank, etp_rank = place // self.etp % self.ep, place % self.etp
+        return ExpertCut(self.ep, ep_rank, self.etp, etp_rank, self.te, self.grouped)
+
+    @property
+    def versions(self) -> range:
+        return range(1, len(self.changed) + 2)
+
+    def is_over_after(self, version: int) -> bool:
+        """Faults strike in the first publication, those of changes in the second."""
+        return bool(self.fault) and (version > 1 or not self.delta)
 
     def trainer_of(self, process: int) -> int | None:
         """The trainer rank of a trainer process, or None where the case does not use it."""
@@ -92,10 +144,10 @@ def start_default_group(port: int, rank: int, world_size: int, timeout_s: float)
     )
 
 
-def trainer_chunks(case: Case, rank: int, seed: int) -> tuple[list[ShardLayout], Tensors]:
+def trainer_chunks(case: Case, rank: int, version: int) -> tuple[list[ShardLayout], Tensors]:
     """Layouts and values of one trainer rank; its chunks' names are made unique by a prefix."""
     tp_rank, pp_rank = rank % case.tp, rank // (case.tp * case.dp)
-    g, model = case.geometry, random_model(case.geometry, seed)
+    g, model, cut = case.geometry, case.model(version), case.expert_cut(rank)
     num_chunks = case.pp * case.vpp
     per_chunk = g.num_layers // num_chunks
     layouts: list[ShardLayout] = []
@@ -104,19 +156,26 @@ def trainer_chunks(case: Case, rank: int, seed: int) -> tuple[list[ShardLayout],
         stage = chunk_idx * case.pp + pp_rank
         layers = tuple(range(stage * per_chunk, (stage + 1) * per_chunk))
         ends = stage == 0, stage == num_chunks - 1
-        coord = MegatronCoord(case.tp, tp_rank, tuple(idx + 1 for idx in layers), *ends, PADDED_VOCAB)
-        held = megatron_tensors(g, model, case.tp, tp_rank, layers, *ends, PADDED_VOCAB)
+        numbers = tuple(idx + 1 for idx in layers)
+        experts = cut.ep_size, cut.ep_rank, cut.etp_size, cut.etp_rank
+        coord = MegatronCoord(case.tp, tp_rank, numbers, *ends, PADDED_VOCAB, *experts, cut.te, cut.grouped)
+        held = megatron_tensors(g, model, case.tp, tp_rank, layers, *ends, PADDED_VOCAB, cut)
         for shard in megatron_shards(g, coord):
-            layouts.append(ShardLayout(f"{chunk_idx}.{shard.name}", shard.shape, shard.blocks))
-            tensors[layouts[-1].name] = held[shard.name].to(case.trainer_dtype)
+            layouts.append(replace(shard, name=f"{chunk_idx}.{shard.name}"))
+            tensors[layouts[-1].name] = held[shard.name].to(dtype_of(shard.name, case.trainer_dtype))
     return layouts, tensors
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The biases by which experts are chosen stay in float32 on both sides."""
+    return torch.float32 if name.endswith(("expert_bias", "e_score_correction_bias")) else dtype
 
 
 def run_trainer(case: Case, rank: int) -> str:
     start_default_group(case.ports[0], rank, case.num_trainers, TIMEOUT_S)
-    layouts, tensors = trainer_chunks(case, rank, seed=1)
+    layouts, tensors = trainer_chunks(case, rank, version=1)
     publisher = Publisher(
-        rank, case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, TIMEOUT_S
+        rank, case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, TIMEOUT_S, case.delta
     )
     endpoints = [case.endpoint(engine_idx) for engine_idx in range(len(case.engines))]
     try:
@@ -127,36 +186,40 @@ def run_trainer(case: Case, rank: int) -> str:
         return "" if expected else str(error)
     # Joining may be slow on a busy machine; only the publication itself gets the short deadline.
     publisher._handshake = replace(publisher._handshake, timeout_s=case.timeout_s)
-    for version in (1, 2):
-        for name, tensor in trainer_chunks(case, rank, seed=version)[1].items():
+    for version in case.versions:
+        for name, tensor in trainer_chunks(case, rank, version)[1].items():
             tensors[name].copy_(tensor)
         stats = publisher.publish(endpoints, version)
-        problem = check_stats(case, stats)
-        if problem or case.fault:
+        problem = check_stats(case, version, stats)
+        if problem or case.is_over_after(version):
             return problem
     for endpoint in endpoints:
         publisher.disconnect(endpoint.name)
     return ""
 
 
-def check_stats(case: Case, stats: PublishStats) -> str:
+def check_stats(case: Case, version: int, stats: PublishStats) -> str:
     failed = [failure.engine for failure in stats.failures]
     # An engine that refuses a version takes none of it, so that the sender's deadline passes.
-    refusing = ("plan_mismatch", "version_mismatch", "receiver_stalled")
-    expected = ["engine0"] if case.fault in refusing else []
+    refusing = ("plan_mismatch", "version_mismatch", "receiver_stalled", "base_mismatch")
+    expected = ["engine0"] if case.fault in refusing and case.is_over_after(version) else []
     if failed != expected:
         return f"failed engines {stats.failures}, expected {expected}"
     if stats.seconds > case.timeout_s + 10.0:
         return f"the publication took {stats.seconds:.1f} s"
     needed = sum(
-        tensor.numel() * min(case.trainer_dtype.itemsize, case.engine_dtype.itemsize)
+        tensor.numel() * dtype_of(name, case.wire_dtype).itemsize
         for engine_idx, tp_size in enumerate(case.engines)
         if f"engine{engine_idx}" not in failed
         for tp_rank in range(tp_size)
-        for tensor in engine_tensors(case.geometry, random_model(case.geometry, 1), tp_size, tp_rank).values()
+        for name, tensor in case.engine_tensors(1, tp_size, tp_rank).items()
     )
     # Padding rows are the receiver's own business and never sent.
-    if not 0.8 * needed <= stats.bytes_received_total <= needed:
+    if version > 1 and case.share_changed(version) < 0.3:
+        # Every unit of two bytes is told in six; a quarter is left to chance.
+        if stats.bytes_received_total > 1.25 * 3 * case.share_changed(version) * needed:
+            return f"{stats.bytes_received_total} bytes received for changes in {needed}"
+    elif not 0.8 * needed <= stats.bytes_received_total <= needed:
         return f"{stats.bytes_received_total} bytes received, {needed} held by the engines"
     return ""
 
@@ -182,12 +245,10 @@ def all_agree(ok: bool) -> bool:
     return bool(flag.item())
 
 
-def engine_parameters(case: Case, tp_size: int, tp_rank: int, seed: int) -> Tensors:
-    model = random_model(case.geometry, seed)
-    narrow = min(case.trainer_dtype, case.engine_dtype, key=lambda dtype: dtype.itemsize)
+def engine_parameters(case: Case, tp_size: int, tp_rank: int, version: int) -> Tensors:
     return {
-        name: tensor.to(narrow).to(case.engine_dtype)
-        for name, tensor in engine_tensors(case.geometry, model, tp_size, tp_rank).items()
+        name: tensor.to(dtype_of(name, case.wire_dtype)).to(dtype_of(name, case.engine_dtype))
+        for name, tensor in case.engine_tensors(version, tp_size, tp_rank).items()
     }
 
 
@@ -210,7 +271,7 @@ def run_engine(case: Case, engine_idx: int, tp_rank: int) -> str:
     tp_size = case.engines[engine_idx]
     start_default_group(case.ports[1 + engine_idx], tp_rank, tp_size, TIMEOUT_S)
     group = join_as_engine(case, case.endpoint(engine_idx), tp_rank)
-    parameters = engine_parameters(case, tp_size, tp_rank, seed=0)
+    parameters = engine_parameters(case, tp_size, tp_rank, version=0)
     if case.fault == "other_model" and engine_idx == 0:
         parameters["model.norm.weight"] = torch.zeros(5)
     if case.fault == "other_padding" and engine_idx == 0:
@@ -237,23 +298,38 @@ def run_engine(case: Case, engine_idx: int, tp_rank: int) -> str:
 def receive_versions(
     case: Case, receiver: Receiver, parameters: Tensors, plan_hash: str, engine_idx: int, tp_rank: int
 ) -> str:
-    asked = {"version_mismatch": (5,)}.get(case.fault, (1, 2))
-    for version in asked:
+    victim = engine_idx == 0 and tp_rank == case.engines[0] - 1
+    for version in (5,) if case.fault == "version_mismatch" else case.versions:
+        if version > 1 and victim:
+            spoil_what_is_held(case, receiver, parameters)
         started = time.monotonic()
         try:
             receiver.receive(version, plan_hash, case.timeout_s)
         except WeightUpdateError as error:
             return check_engine_failure(case, str(error), time.monotonic() - started, engine_idx, tp_rank)
-        expected = engine_parameters(case, case.engines[engine_idx], tp_rank, seed=version)
+        expected = engine_parameters(case, case.engines[engine_idx], tp_rank, version)
         difference = first_difference(parameters, expected)
-        if difference or case.fault:
+        if difference or case.is_over_after(version):
             return difference
     return ""
 
 
+def spoil_what_is_held(case: Case, receiver: Receiver, parameters: Tensors) -> None:
+    """Before the second publication, which tells changes."""
+    if case.fault == "base_mismatch":
+        receiver._held = 7
+    if case.fault == "base_spoiled":  # somebody else wrote into the live weights
+        parameters["model.norm.weight"][0] += 1.0
+    if case.fault == "bit_flipped_in_changes":
+        flip_one_bit(bucket_idx=2)
+
+
 def check_engine_failure(case: Case, reason: str, seconds: float, engine_idx: int, tp_rank: int) -> str:
     wanted = {
-        "bit_flipped": ("did not arrive as it was sent", "another rank of this engine failed"),
+        "bit_flipped": WRONG_DIGEST,
+        "bit_flipped_in_changes": WRONG_DIGEST,
+        "base_spoiled": WRONG_DIGEST,
+        "base_mismatch": ("changes of version 1, this rank holds version 7", "another rank of this engine"),
         "plan_mismatch": ("follows plan 000000",),
         "version_mismatch": ("sends version 1",),
     }.get(case.fault)

@@ -37,6 +37,38 @@ LAYOUTS: list[dict[str, Any]] = [
     {"name": "bfloat16", "tp": 2, "engines": [2], "trainer_dtype": "bfloat16", "engine_dtype": "bfloat16"},
     {"name": "one-bucket", "tp": 2, "engines": [2], "bucket_bytes": 1 << 20},
 ]
+MOE, MLA = {"family": "qwen3_moe"}, {"family": "deepseek_v3"}
+EXPERTS: list[dict[str, Any]] = [
+    {"name": "moe-to-one", **MOE},
+    {"name": "moe-ep2-to-ep2", **MOE, "dp": 2, "ep": 2, "engines": [2], "engine_ep": 2},
+    {"name": "moe-ep2-to-tp2", **MOE, "tp": 2, "ep": 2, "engines": [2]},
+    {"name": "moe-etp2-to-ep2", **MOE, "tp": 2, "etp": 2, "engines": [2], "engine_ep": 2},
+    {"name": "moe-pp2-ep2-grouped-to-tp4-ep2", **MOE, "pp": 2, "dp": 2, "ep": 2}
+    | {"te": True, "grouped": True, "engines": [4], "engine_ep": 2},
+    {"name": "moe-tp2-dp2-ep4-to-two-engines", **MOE, "tp": 2, "dp": 2, "ep": 4, "engines": [2, 2]},
+    {"name": "mla-to-one", **MLA},
+    {"name": "mla-ep2-to-ep2", **MLA, "tp": 2, "ep": 2, "engines": [2], "engine_ep": 2},
+    {"name": "mla-pp2-te-to-tp2", **MLA, "pp": 2, "te": True, "engines": [2]},
+    {"name": "mla-pp2-tp2-ep2-to-ep4", **MLA, "tp": 2, "pp": 2, "ep": 2, "engines": [4], "engine_ep": 4},
+    {"name": "mla-no-q-lora", "family": "deepseek_v3_no_q_lora", "dp": 2, "ep": 2, "engines": [1, 1]},
+    {"name": "mla-bfloat16", **MLA, "tp": 2, "engines": [2]}
+    | {"trainer_dtype": "bfloat16", "engine_dtype": "bfloat16"},
+]
+# Shares of the elements that change from version to version; the last is told whole.
+DELTAS: list[dict[str, Any]] = [
+    {"name": "changes", "tp": 2, "pp": 2, "engines": [2], "changed": [0.02, 0.0, 0.05, 0.9]},
+    {"name": "changes-to-two-engines", "dp": 2, "engines": [1, 2], "family": "qwen2", "changed": [0.02, 1.0]},
+    {
+        "name": "changes-in-bfloat16",
+        "tp": 2,
+        "engines": [2],
+        "changed": [0.02, 0.0, 0.9],
+        "trainer_dtype": "bfloat16",
+        "engine_dtype": "bfloat16",
+    },
+    {"name": "changes-cast", "tp": 2, "engines": [2], "engine_dtype": "bfloat16", "changed": [0.02, 0.9]},
+    {"name": "changes-widened", "pp": 2, "engines": [2], "trainer_dtype": "bfloat16", "changed": [0.02, 0.9]},
+]
 FAULTS: list[dict[str, Any]] = [
     {"fault": "bit_flipped", "tp": 2, "engines": [2]},
     {"fault": "plan_mismatch"},
@@ -44,8 +76,16 @@ FAULTS: list[dict[str, Any]] = [
     {"fault": "other_model", "tp": 2, "engines": [2]},
     {"fault": "other_padding", "tp": 2, "engines": [2]},
     {"fault": "receiver_stalled", "tp": 2, "engines": [1, 1]},
+    {"fault": "base_mismatch", "tp": 2, "changed": [0.02]},
+    {"fault": "base_spoiled", "tp": 2, "engines": [2, 1], "changed": [0.02]},
+    {"fault": "bit_flipped_in_changes", "tp": 2, "engines": [2], "changed": [0.02]},
 ]
-CASES = [*LAYOUTS, *({**case, "name": case["fault"], "bucket_bytes": 1000} for case in FAULTS)]
+CASES = [
+    *LAYOUTS,
+    *EXPERTS,
+    *DELTAS,
+    *({**case, "name": case["fault"], "bucket_bytes": 1000} for case in FAULTS),
+]
 
 
 @contextmanager

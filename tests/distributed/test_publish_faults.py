@@ -15,7 +15,8 @@ PHASES = ("connect", "header", "bucket", "digests")
 SENDER: list[dict[str, Any]] = [{"fault": f"sender:{phase}", "engines": [2]} for phase in PHASES]
 ENGINE: list[dict[str, Any]] = [{"fault": f"engine:{phase}", "engines": [2, 1]} for phase in PHASES]
 REFILL: list[dict[str, Any]] = [
-    {"fault": f"refill:{how}", "engines": [2, 1]} for how in ("flipped bit", "stalled", "other plan")
+    {"fault": f"refill:{how}", "engines": [2, 1], "changed": [0.05]}  # version 2 is told as changes
+    for how in ("flipped bit", "stalled", "other plan")
 ]
 CASES = [{**case, "name": case["fault"], "tp": 2, "bucket_bytes": 1000} for case in SENDER + ENGINE + REFILL]
 NUM_SURVIVORS = {"sender": 3, "engine": 6, "refill": 5}

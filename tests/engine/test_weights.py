@@ -37,10 +37,11 @@ def trainer(model_dirs: tuple[Path, Path]) -> Iterator[tuple[Publisher, dict[str
     dist.destroy_process_group()
 
 
-async def connect(engine: SGLangEngine, publisher: Publisher) -> EngineEndpoint:
+async def connect(engine: SGLangEngine, publisher: Publisher, ep_size: int = 1) -> EngineEndpoint:
     """Join trainer and engine in a weight group and agree on the plan."""
     tp_size = {"tp1": 1, "tp2": 2}[engine.name]
-    endpoint = EngineEndpoint(engine.name, tp_size, f"weights-{new_rid()}", "127.0.0.1", free_port())
+    name = f"weights-{new_rid()}"
+    endpoint = EngineEndpoint(engine.name, tp_size, name, "127.0.0.1", free_port(), ep_size)
     group = WeightGroup(
         endpoint.group_name, endpoint.master_address, endpoint.master_port, 1, 1 + tp_size, "gloo"
     )

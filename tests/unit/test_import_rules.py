@@ -34,7 +34,7 @@ MEGATRON_EXT_MAY_IMPORT = ("asyncrl.algo", "asyncrl.types", "asyncrl.weights.lay
 """And what describes a model: its geometry and the layout of its own side."""
 MODEL_DESCRIPTION = ("asyncrl.weights.geometry", "asyncrl.weights.megatron_layout")
 
-RECEIVER = "asyncrl.weights.receiver"
+RECEIVER = ("asyncrl.weights.receiver", "asyncrl.weights.wire")
 FORBIDDEN_MODULES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle")
 FORBIDDEN_CALLS = ("eval", "exec")
 
@@ -78,11 +78,13 @@ def breaks_ownership(found: Import) -> bool:
 
 def breaks_receiver(found: Import) -> bool:
     """The receiver runs in an environment that has the extension and torch, and nothing else of ours."""
-    if found.importer.module != RECEIVER:
+    if found.importer.module not in RECEIVER:
         return False
     top = found.name.split(".")[0]
-    is_extension = found.name == "asyncrl" or is_within(found.name, "asyncrl._C")
-    return top not in {*sys.stdlib_module_names, "torch"} and not is_extension
+    is_ours = found.name == "asyncrl" or any(
+        is_within(found.name, name) for name in ("asyncrl._C", *RECEIVER)
+    )
+    return top not in {*sys.stdlib_module_names, "torch"} and not is_ours
 
 
 def breaks_no_pickle(found: Import) -> bool:

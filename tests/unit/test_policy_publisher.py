@@ -15,7 +15,7 @@ from asyncrl.control.server import build_app, serve
 from asyncrl.engines.scripted import ScriptedEngine
 from asyncrl.trainer.publication import PolicyPublisher
 from asyncrl.weights.publisher import EngineEndpoint, EngineFailure, PublishStats
-from asyncrl.weights.receiver import WeightUpdateError
+from asyncrl.weights.wire import WeightUpdateError
 from tests.unit.scripted_fleet import Fleet
 from tests.unit.test_config import with_settings
 

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from asyncrl.weights import families, layout
 from asyncrl.weights.engine_layout import engine_shards
@@ -16,6 +17,7 @@ from asyncrl.weights.layout import hf_tensors, layer_table
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.plan import plan_transfer
 from asyncrl.weights.tables import RankLayout
+from tests.tiny_models import Kind, make_tiny
 from tests.unit.model_sizes import FAMILIES, reduced
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
@@ -73,3 +75,12 @@ def test_the_documentation_lists_every_family() -> None:
     text = DOCS.read_text()
     for architecture, family in families.FAMILIES.items():
         assert f"| `{family.name}.py` | {architecture} |" in text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_model_that_transformers_saved_is_read(kind: Kind, tmp_path: Path) -> None:
+    """Its config.json spells some keys in another way than those of the published models."""
+    directory = make_tiny(kind, tmp_path)
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert hf_tensors(ModelGeometry.from_hf(directory)) == saved

@@ -20,8 +20,9 @@ def read_moe(directory: Path, config: dict[str, Any]) -> MoeGeometry:
     step = int(config.get("decoder_sparse_step") or 1)
     named = set(config.get("mlp_only_layers") or ())
     layers = range(required(directory, config, "num_hidden_layers"))
+    number = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers 5 writes it
     return MoeGeometry(
-        num_experts=required(directory, config, "num_experts"),
+        num_experts=required(directory, config, number),
         expert_ffn=required(directory, config, "moe_intermediate_size"),
         shared_ffn=0,
         has_bias=False,
