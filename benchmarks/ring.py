@@ -43,7 +43,7 @@ TRANSPORTS = (
     peers.RayQueue,
 )
 QUICK_TRANSPORTS = (*TRANSPORTS[:4], peers.MpQueue, peers.RayDeque)
-QUICK_FULL_READ = TRANSPORTS[:4]
+QUICK_FULL_READ = (AsyncrlRing, peers.Iceoryx2, peers.ZmqPickle5)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default 5, quick 2")
     args = parser.parse_args()
     rounds = args.rounds or (2 if args.quick else 5)
-    rows = measure(settings_of(args.quick), rounds, 0.15 if args.quick else 0.5, latency=not args.quick)
+    rows = measure(settings_of(args.quick), rounds, 0.12 if args.quick else 0.5, latency=not args.quick)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

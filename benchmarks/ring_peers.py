@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from ring_transports import ARRAYS, Received, Transport, arrays_of, make_sample
@@ -217,6 +217,12 @@ class Iceoryx2(Transport):
         self.notifier = self.event.notifier_builder().create()
 
     def put(self, sample: Sample) -> None:
+        while self._send(sample) == 0:  # the reader's connection is not there yet: nobody got it
+            time.sleep(0.001)
+        self.notifier.notify()
+
+    def _send(self, sample: Sample) -> int:
+        """Returns how many subscribers have it."""
         loan = self.publisher.loan_slice_uninit(self.frame)
         bytes_ = np.frombuffer(loan.payload().as_memory_view(), np.uint8)
         bytes_[:8].view(np.int64)[0] = sample.num_tokens
@@ -226,8 +232,8 @@ class Iceoryx2(Transport):
         for array in arrays_of(sample).values():
             bytes_[at : at + array.nbytes].view(array.dtype)[:] = array
             at += -(-array.nbytes // 64) * 64
-        loan.assume_init().send()
-        self.notifier.notify()
+        reached: int = loan.assume_init().send()
+        return reached
 
     def connect_reader(self) -> None:
         self._open()
@@ -259,15 +265,21 @@ class Iceoryx2(Transport):
 
 
 class RayDeque(Transport):
-    """A deque in a Ray actor, samples as cloudpickle: verl's message queue, bounded here by waiting."""
+    """A deque in a Ray actor, samples as cloudpickle: verl's message queue, bounded here by waiting.
+
+    One actor serves all runs: each leaves it empty.
+    """
 
     name = "Ray actor deque, cloudpickle"
     needs_ray = True
+    made: ClassVar[dict[int, Any]] = {}
 
     def setup(self, payload_bytes: int, depth: int) -> None:
         import ray
 
-        self.actor = ray.remote(num_cpus=0, max_concurrency=20)(_Deque).remote(depth)
+        if depth not in self.made:
+            self.made[depth] = ray.remote(num_cpus=0, max_concurrency=20)(_Deque).remote(depth)
+        self.actor = self.made[depth]
 
     def put(self, sample: Sample) -> None:
         import ray
@@ -281,11 +293,6 @@ class RayDeque(Transport):
 
         received: Received = ray.cloudpickle.loads(ray.get(self.actor.get.remote()))
         return received
-
-    def close(self) -> None:
-        import ray
-
-        ray.kill(self.actor)
 
 
 class _Deque:
@@ -309,13 +316,18 @@ class _Deque:
 
 
 class RayQueue(Transport):
+    """One for all runs, as the deque above."""
+
     name = "ray.util.queue"
     needs_ray = True
+    made: ClassVar[dict[int, Any]] = {}
 
     def setup(self, payload_bytes: int, depth: int) -> None:
         from ray.util.queue import Queue
 
-        self.queue = Queue(maxsize=depth, actor_options={"num_cpus": 0})
+        if depth not in self.made:
+            self.made[depth] = Queue(maxsize=depth, actor_options={"num_cpus": 0})
+        self.queue = self.made[depth]
 
     def put(self, sample: Sample) -> None:
         self.queue.put((arrays_of(sample), sample.group_id, sample.reward))
@@ -323,6 +335,3 @@ class RayQueue(Transport):
     def get(self) -> Received:
         received: Received = self.queue.get()
         return received
-
-    def close(self) -> None:
-        self.queue.shutdown(force=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -120,7 +122,8 @@ class Bench:
         transport = setting.transport()
         transport.setup(setting.payload_bytes, DEPTH)
         try:
-            return self._run(setting, transport, count, hz)
+            with deadline(f"{setting}: {count} records"):
+                return self._run(setting, transport, count, hz)
         finally:
             transport.close()
 
@@ -184,6 +187,22 @@ class Bench:
             import ray
 
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def deadline(what: str) -> Iterator[None]:
+    """Raises TimeoutError in the middle of whatever waits for too long: a peer may have lost a record."""
+
+    def too_long(signum: int, frame: object) -> None:
+        raise TimeoutError(f"{what}: not done within {ANSWER_S:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def expect(pipe: Connection, answer: str, setting: Setting) -> None:
