@@ -16,7 +16,7 @@ MAKEFLAGS += --jobs=2 # the C++ core is built while pip, which uses one core, un
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 RANK_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test lint format bench clean chaos-ring chaos-runs chaos-sim layouts
+.PHONY: help env demo spin test lint format bench clean chaos-ring chaos-runs chaos-sim layouts
 
 help:
 	@echo "make demo        train SmolLM2-135M on arithmetic, end to end, on this machine"
@@ -53,7 +53,13 @@ $(MODEL)/config.json: | $(READY)
 demo: $(READY) $(MODEL)/config.json
 	@$(BIN)/asyncrl run examples/demo.toml name=demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(READY)
+# The model checker of the ring's protocol comes from Debian; a continuous integration that is root gets it.
+spin: $(TOOLS_STAMP)
+	@command -v spin > /dev/null || { test "$$CI" = true && test "$$(id -u)" = 0 \
+		&& { apt-get update -qq && apt-get install -y -qq spin; } > $(VENV)/spin.log 2>&1; } \
+		|| echo "asyncrl: spin is not installed, so the ring's model is not checked; apt-get install spin"
+
+test: $(READY) spin
 	$(RANK_ENV) $(BIN)/python -m scripts.run_tests $(TESTS)
 
 lint: $(READY)

@@ -177,7 +177,9 @@ class Ring:
             RingTimeout: no room; names who holds it.
             RingClosed, RingFull, RecordTooLarge, RecordStale, KeyTooOld, LockTimeout.
         """
-        return self.put_many((sample,), version=version, keys=(key,), timeout=timeout) == 1
+        self._require("producer")
+        published: int = self._producer.put([_record(sample, version, key)], timeout)
+        return published == 1
 
     def put_many(
         self,
@@ -238,16 +240,10 @@ class Ring:
     def _records(
         self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
     ) -> list[tuple[Any, ...]]:
-        """Per sample: its values, oldest and newest version, tokens, key as three numbers or None."""
         self._require("producer")
-        records = []
-        for idx, sample in enumerate(samples):
-            oldest = sample.min_version if version is None else version
-            newest = sample.max_version if version is None else version
-            key = keys[idx] if keys is not None else None
-            numbers = (*_uid_words(key[0]), key[1]) if key is not None else None
-            records.append((sample_values(sample), oldest, newest, len(sample.token_ids), numbers))
-        return records
+        if keys is None:
+            return [_record(sample, version, None) for sample in samples]
+        return [_record(sample, version, key) for sample, key in zip(samples, keys, strict=True)]
 
     # ---- readers -----------------------------------------------------------------------------------
 
@@ -320,6 +316,14 @@ class Ring:
         if self._waiter is None:
             self._waiter = FifoWaiter(self._session.open_wake_fifo(), loop)
         return self._waiter
+
+
+def _record(sample: Sample, version: PolicyVersion | None, key: Key | None) -> tuple[Any, ...]:
+    """Its values, oldest and newest version, tokens, key as three numbers or None."""
+    oldest = sample.min_version if version is None else version
+    newest = sample.max_version if version is None else version
+    numbers = (*_uid_words(key[0]), key[1]) if key is not None else None
+    return sample_values(sample), oldest, newest, len(sample.token_ids), numbers
 
 
 @functools.lru_cache(maxsize=1024)
