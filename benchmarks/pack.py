@@ -1,12 +1,18 @@
-"""Packing and unpacking buckets on the CPU, digest included, against memcpy over the same memory.
+"""Packing and unpacking buckets on the CPU, digest included, against memcpy and torch on the same memory.
 
     python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--rounds 9] [--threads 1]
 
 A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie two row lengths apart (or
-follow each other: "contiguous"). In every round memcpy, pack and unpack take turns, so that what else the
-machine does hits all of them; the table shows medians over rounds, the ratio taken within a round. memcpy
-moves as many bytes as the copy: for a cast the mean of what it reads and what it writes. Gates: 0.8 for rows
-of at least 4 KiB, 0.5 for 512 bytes; the exit status is 1 where one is missed (copies, one thread).
+follow each other: "contiguous"). In every round memcpy, torch, pack and unpack take turns, so that what else
+the machine does hits all of them; the table shows medians over rounds, the ratios taken within a round.
+
+* memcpy moves as many bytes as the copy, without gaps: for a cast the mean of what it reads and what it
+  writes. It bounds contiguous copies; whether memory can follow rows with gaps as fast is the machine's.
+* torch copies the same rows between the same places by ``copy_``, without a digest: what one would use
+  instead.
+
+Gates: 0.8 of memcpy for rows of at least 4 KiB, 0.5 for 512 bytes; the exit status is 1 where one is missed
+(copies, one thread).
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import asyncrl._C as _C
 
 OPS = {"float32": (4, 4, 4), "bfloat16": (2, 2, 2), "float32 as bfloat16": (5, 4, 2)}
 """Number of the operation, bytes of an element in the parameter and on the wire."""
+DTYPE_OF_WIDTH = {4: torch.float32, 2: torch.bfloat16}
 ROW_BYTES = (128, 512, 4096, 16384, 0)  # in the parameter; 0: contiguous
 LIBC = ctypes.CDLL(None)
 LIBC.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -44,6 +51,7 @@ class Row:
     gb_per_s: float  # (bytes read + bytes written) / 2
     memcpy_gb_per_s: float
     of_memcpy: float
+    of_torch: float
     gate: float  # 0: none
 
     @property
@@ -81,32 +89,37 @@ def measure(
     digests = torch.zeros(1, dtype=torch.int64)
     moved = elements * (local_width + wire_width) // 2
     local, remote = parameter.data_ptr(), wire.data_ptr()
-    actions: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    rows_there = parameter.view(DTYPE_OF_WIDTH[local_width])[: rows * stride].view(rows, stride)[:, :cols]
+    rows_here = wire.view(DTYPE_OF_WIDTH[wire_width])[: rows * cols].view(rows, cols)
+    actions: dict[str, tuple[Callable[[], object], ...]] = {
         "pack": (
             lambda: program.pack([local], remote, digests.data_ptr(), workers),
             lambda: LIBC.memcpy(remote, local, moved),
+            lambda: rows_here.copy_(rows_there),
         ),
         "unpack": (
             lambda: program.unpack([local], remote, digests.data_ptr(), workers),
             lambda: LIBC.memcpy(local, remote, moved),
+            lambda: rows_there.copy_(rows_here),
         ),
     }
-    times: dict[str, list[tuple[float, float]]] = {direction: [] for direction in actions}
+    times: dict[str, list[list[float]]] = {direction: [] for direction in actions}
     for _ in range(rounds):
-        for direction, (action, copy) in actions.items():
-            times[direction].append((seconds_of(action, threads), seconds_of(copy, threads)))
+        for direction, turns in actions.items():
+            times[direction].append([seconds_of(turn, threads) for turn in turns])
     return [
         Row(
             op,
             direction,
             row_bytes,
             threads,
-            moved / statistics.median(own for own, _ in pairs) / 1e9,
-            moved / statistics.median(copy for _, copy in pairs) / 1e9,
-            statistics.median(copy / own for own, copy in pairs),
+            moved / statistics.median(own for own, _, _ in taken) / 1e9,
+            moved / statistics.median(copy for _, copy, _ in taken) / 1e9,
+            statistics.median(copy / own for own, copy, _ in taken),
+            statistics.median(peer / own for own, _, peer in taken),
             gate_of(op, row_bytes, threads),
         )
-        for direction, pairs in times.items()
+        for direction, taken in times.items()
     ]
 
 
@@ -114,7 +127,7 @@ def line_of(row: Row) -> str:
     size = "contiguous" if row.row_bytes == 0 else f"{row.row_bytes} B"
     gate = f"{row.gate:.1f}" if row.gate else "-"
     verdict = "ok" if row.is_good else "missed"
-    numbers = f"{row.gb_per_s:.1f} | {row.memcpy_gb_per_s:.1f} | {row.of_memcpy:.2f}"
+    numbers = f"{row.gb_per_s:.1f} | {row.memcpy_gb_per_s:.1f} | {row.of_memcpy:.2f} | {row.of_torch:.1f}x"
     return f"| {row.op} | {row.direction} | {size} | {numbers} | {gate} | {verdict} |"
 
 
@@ -130,8 +143,9 @@ def main() -> int:
         options.mib, options.rounds = 64, 3
     num_bytes = options.mib << 20
     memory = (torch.ones(2 * num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8))
-    print("| elements | direction | rows | GB/s | memcpy GB/s | of memcpy | gate | verdict |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| elements | direction | rows | GB/s | memcpy GB/s | of memcpy | torch | gate | verdict |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    torch.set_num_threads(options.threads)
     results: list[Row] = []
     for op in OPS:
         for row_bytes in ROW_BYTES:

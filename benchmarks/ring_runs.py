@@ -41,17 +41,14 @@ def produce(transport: Transport, pipe: Connection, payload: int, count: int, hz
     pipe.recv()
     start = time.perf_counter()
     for seq in range(count):
-        if hz and (pause := start + seq / hz - time.perf_counter()) > 0:
-            time.sleep(pause)
-        transport.put(replace_meta(sample, seq, time.perf_counter_ns()))
+        object.__setattr__(sample, "group_id", seq)
+        if hz:
+            if (pause := start + seq / hz - time.perf_counter()) > 0:
+                time.sleep(pause)
+            object.__setattr__(sample, "reward", float(time.perf_counter_ns()))
+        transport.put(sample)
     transport.flush()
     pipe.recv()
-
-
-def replace_meta(sample: Any, seq: int, now_ns: int) -> Any:
-    object.__setattr__(sample, "group_id", seq)
-    object.__setattr__(sample, "reward", float(now_ns))
-    return sample
 
 
 def follow(transport: AsyncrlRing, pipe: Connection, rank: int, size: int, count: int) -> None:
@@ -118,7 +115,7 @@ class Bench:
         self.ray_address = ray.get_runtime_context().gcs_address
 
     def run(self, setting: Setting, count: int, hz: float = 0.0) -> tuple[float, list[float]]:
-        """Samples per second after the warm-up, and every latency in microseconds."""
+        """Samples per second after the warm-up, and at a pace every latency in microseconds."""
         transport = setting.transport()
         transport.setup(setting.payload_bytes, DEPTH)
         try:
@@ -146,19 +143,21 @@ class Bench:
             expect(pipe, "ready", setting)
         for pipe in pipes:
             pipe.send("go")
-        result = self._read(transport, total, setting.touch == "full")
+        result = self._read(transport, total, setting.touch == "full", paced=hz > 0)
         for pipe in pipes:
             pipe.send("end")
         for pipe in pipes:
             expect(pipe, "done", setting)
         return result
 
-    def _read(self, transport: Transport, total: int, full: bool) -> tuple[float, list[float]]:
-        latencies, warm = [], max(1, int(total * WARM_UP))
+    def _read(self, transport: Transport, total: int, full: bool, paced: bool) -> tuple[float, list[float]]:
+        latencies: list[float] = []
+        warm = max(1, int(total * WARM_UP))
         began = 0.0
         for number in range(total):
             arrays, _, sent = transport.get()
-            latencies.append((time.perf_counter_ns() - sent) / 1e3)
+            if paced:
+                latencies.append((time.perf_counter_ns() - sent) / 1e3)
             touch(arrays, full)
             del arrays
             transport.release()

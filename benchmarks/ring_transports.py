@@ -22,6 +22,7 @@ ARRAYS = (
     ("behav_logprobs", np.dtype(np.float32)),
     ("policy_versions", np.dtype(np.int32)),
 )
+RECEIVED = (*(name for name, _ in ARRAYS), "group_id", "reward")  # what every transport hands over
 BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in ARRAYS)
 Received = tuple[dict[str, np.ndarray], int, float]  # arrays, sequence number, time of sending
 
@@ -93,7 +94,7 @@ class AsyncrlRing(Transport):
 
     def get(self) -> Received:
         self.current = self.group.get_batch(1, timeout=60)
-        (values,) = self.current.values()
+        (values,) = self.current.values(RECEIVED)
         return values, values["group_id"], values["reward"]
 
     def release(self) -> None:
@@ -133,7 +134,7 @@ class AsyncrlBatches(AsyncrlRing):
     def get(self) -> Received:
         if not self.records:
             self.current = self.group.get_batch(self.batch, timeout=60)
-            self.records = self.current.values()[::-1]
+            self.records = self.current.values(RECEIVED)[::-1]
         values = self.records.pop()
         return values, values["group_id"], values["reward"]
 

@@ -13,7 +13,7 @@ released, or dropped, without having been acknowledged is delivered again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +127,14 @@ class Batch:
         done: bool = self._lease.acknowledged
         return done
 
-    def values(self) -> list[dict[str, Any]]:
-        """`Record.values` of every record, without a copy; a third of the cost of one by one."""
-        values: list[dict[str, Any]] = self._lease.all_values()
+    def values(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """`Record.values` of every record, or only the fields named, without a copy; much cheaper than one by
+        one.
+
+        Raises:
+            KeyError: the records have no such field.
+        """
+        values: list[dict[str, Any]] = self._lease.all_values(names)
         return values
 
     def samples(self) -> list[Sample]:

@@ -241,6 +241,8 @@ class Ring:
         self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
     ) -> list[tuple[Any, ...]]:
         self._require("producer")
+        if keys is None and version is not None:
+            return [(sample_values(each), version, version, len(each.token_ids), None) for each in samples]
         if keys is None:
             return [_record(sample, version, None) for sample in samples]
         return [_record(sample, version, key) for sample, key in zip(samples, keys, strict=True)]

@@ -56,6 +56,13 @@ py::handle NameOf(const ring::RecordField& field, size_t index) {
   return added.text;
 }
 
+// Another core wrote the record a moment ago: its table of fields comes while the one before is
+// read.
+void FetchAhead(const std::byte* record) {
+  constexpr size_t kLine = 64, kUsualTable = 10 * kLine;
+  for (size_t at = 0; at < kUsualTable; at += kLine) __builtin_prefetch(record + at);
+}
+
 void Set(const py::dict& values, py::handle name, const py::object& value) {
   if (PyDict_SetItem(values.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
 }
@@ -106,29 +113,49 @@ py::object Lease::View(size_t index, const std::string& name, bool writeable) {
   return MakeView(Record(index), field, MakeToken(), writeable);
 }
 
-py::dict Lease::Views(size_t index) { return Fields(Record(index), MakeToken(), false); }
+py::dict Lease::Views(size_t index) {
+  return Fields(Record(index), MakeToken(), [](const auto& field, py::handle) {
+    return field.num_dims > 0 && field.dtype != ring::DType::kString;
+  });
+}
 
-py::dict Lease::Values(size_t index) { return Fields(Record(index), MakeToken(), true); }
+py::dict Lease::Values(size_t index) {
+  return Fields(Record(index), MakeToken(), [](const auto&, py::handle) { return true; });
+}
 
-py::list Lease::AllValues() {
+py::list Lease::AllValues(const std::optional<std::vector<std::string>>& names) {
+  std::vector<py::str> wanted;  // the same objects as NameOf gives
+  for (const std::string& name : names.value_or(std::vector<std::string>{})) {
+    if (size() > 0) Find(0, name);
+    wanted.push_back(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name.c_str())));
+  }
+  const auto wants = [&](const ring::RecordField&, py::handle name) {
+    return !names || std::any_of(wanted.begin(), wanted.end(),
+                                 [name](const py::str& each) { return each.is(name); });
+  };
   py::list records(size());
   const py::capsule token = MakeToken();
-  for (size_t index = 0; index < size(); ++index)
-    records[index] = Fields(Record(index), token, /*with_scalars=*/true);
+  if (size() > 0) FetchAhead(Record(0));
+  for (size_t index = 0; index < size(); ++index) {
+    if (index + 1 < size()) FetchAhead(Record(index + 1));
+    PyList_SET_ITEM(records.ptr(), static_cast<Py_ssize_t>(index),
+                    Fields(Record(index), token, wants).release().ptr());
+  }
   return records;
 }
 
-py::dict Lease::Fields(const std::byte* record, const py::capsule& token, bool with_scalars) {
+template <typename Wants>
+py::dict Lease::Fields(const std::byte* record, const py::capsule& token, Wants wants) {
   const auto* header = reinterpret_cast<const ring::RecordHeader*>(record);
   const auto* fields = reinterpret_cast<const ring::RecordField*>(record + sizeof(*header));
   py::dict values;
   for (uint32_t i = 0; i < header->num_fields; ++i) {
     const ring::RecordField& field = fields[i];
-    if (field.num_dims > 0 && field.dtype != ring::DType::kString) {
-      Set(values, NameOf(field, i), MakeView(record, field, token, /*writeable=*/false));
-    } else if (with_scalars) {
-      Set(values, NameOf(field, i), ReadScalar(record, field));
-    }
+    const py::handle name = NameOf(field, i);
+    if (!wants(field, name)) continue;
+    const bool is_array = field.num_dims > 0 && field.dtype != ring::DType::kString;
+    Set(values, name,
+        is_array ? MakeView(record, field, token, /*writeable=*/false) : ReadScalar(record, field));
   }
   return values;
 }

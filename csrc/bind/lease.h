@@ -6,7 +6,9 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "ring/groups.h"
 #include "ring/record.h"
@@ -38,8 +40,9 @@ class Lease : public std::enable_shared_from_this<Lease> {
   // The same with the scalars and strings.
   pybind11::dict Values(size_t index);
 
-  // `Values` of every record, in order; together they count as one view.
-  pybind11::list AllValues();
+  // `Values` of every record, in order, or only the fields named; together they count as one view.
+  // Throws KeyError for a name that the first record does not have.
+  pybind11::list AllValues(const std::optional<std::vector<std::string>>& names);
 
   // A scalar or a string.
   pybind11::object Scalar(size_t index, const std::string& name) const;
@@ -63,8 +66,9 @@ class Lease : public std::enable_shared_from_this<Lease> {
  private:
   struct ViewToken;
   pybind11::capsule MakeToken();
+  template <typename Wants>
   static pybind11::dict Fields(const std::byte* record, const pybind11::capsule& token,
-                               bool with_scalars);
+                               Wants wants);
   const std::byte* Record(size_t index) const;
   const ring::RecordField& Find(size_t index, const std::string& name) const;
 

@@ -54,27 +54,26 @@ RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string
 }
 
 EncodedRecord::EncodedRecord(const RecordFormat& format, const py::tuple& values)
-    : fields_(format.fields()) {
-  if (values.size() != fields_.size()) {
-    throw py::type_error("a record has " + std::to_string(fields_.size()) + " fields, got " +
+    : format_(&format), values_(values) {
+  const std::vector<RecordField>& fields = format.fields();
+  if (values.size() != fields.size()) {
+    throw py::type_error("a record has " + std::to_string(fields.size()) + " fields, got " +
                          std::to_string(values.size()) + " values");
   }
-  sources_.reserve(fields_.size());
-  arrays_.reserve(fields_.size());
-  length_ = sizeof(RecordHeader) + fields_.size() * sizeof(RecordField);
+  contents_.reserve(fields.size());
+  length_ = sizeof(RecordHeader) + fields.size() * sizeof(RecordField);
   try {
-    for (size_t index = 0; index < fields_.size(); ++index) {
-      RecordField& field = fields_[index];
+    for (size_t index = 0; index < fields.size(); ++index) {
+      const RecordField& field = fields[index];
       const py::handle value = PyTuple_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(index));
-      if (field.dtype == DType::kString) {
-        AddString(field, value);
-      } else if (field.num_dims == 0) {
-        AddScalar(field, value);
-      } else {
-        AddArray(field, value);
-      }
-      field.offset = ring::AlignUp(length_, field.num_dims == 0 ? 8 : ring::kFieldAlign);
-      length_ = field.offset + sources_.back().bytes;
+      const bool is_scalar = field.num_dims == 0 && field.dtype != DType::kString;
+      contents_.push_back(is_scalar                       ? ScalarOf(field, value)
+                          : field.dtype == DType::kString ? StringOf(field, value)
+                          : IsPlainArray(field, value)    ? PlainArray(field, value)
+                                                          : ArrayOf(field, value));
+      Content& content = contents_.back();
+      content.offset = ring::AlignUp(length_, is_scalar ? 8 : ring::kFieldAlign);
+      length_ = content.offset + content.bytes;
     }
   } catch (...) {
     for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
@@ -86,7 +85,7 @@ EncodedRecord::~EncodedRecord() {
   for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
 }
 
-void EncodedRecord::AddScalar(RecordField& field, py::handle value) {
+EncodedRecord::Content EncodedRecord::ScalarOf(const RecordField& field, py::handle value) {
   uint64_t bits = 0;
   switch (field.dtype) {
     case DType::kFloat64:
@@ -106,40 +105,36 @@ void EncodedRecord::AddScalar(RecordField& field, py::handle value) {
                            ": a scalar is int64, uint64, float32 or float64");
   }
   CheckPythonError();
-  sources_.push_back({nullptr, 8, bits});
+  return {nullptr, 8, bits, {0, 0}, 0};
 }
 
-void EncodedRecord::AddString(RecordField& field, py::handle value) {
+EncodedRecord::Content EncodedRecord::StringOf(const RecordField& field, py::handle value) {
   Py_ssize_t size = 0;
   if (!PyUnicode_Check(value.ptr())) ThrowType(field, value, "str");
   const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &size);  // kept by the str
   if (text == nullptr) throw py::error_already_set();
-  field.num_dims = 1;
-  field.shape[0] = static_cast<uint64_t>(size);
-  sources_.push_back({text, static_cast<uint64_t>(size), 0});
+  return {text, static_cast<uint64_t>(size), 0, {static_cast<uint64_t>(size), 0}, 0};
 }
 
-// A contiguous numpy array of just this type, without the cost of a buffer request.
-bool EncodedRecord::AddNumpyArray(RecordField& field, py::handle value) {
-  auto& api = py::detail::npy_api::get();
-  if (!api.PyArray_Check_(value.ptr())) return false;
+// Whether it is a contiguous numpy array of just this type: that needs no buffer request.
+bool EncodedRecord::IsPlainArray(const RecordField& field, py::handle value) {
+  if (!py::detail::npy_api::get().PyArray_Check_(value.ptr())) return false;
   const auto* array = py::detail::array_proxy(value.ptr());
-  if (array->descr != NumpyDType(field.dtype).ptr() || array->nd != field.num_dims ||
-      !(array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_)) {
-    return false;
-  }
-  uint64_t bytes = ring::InfoOf(field.dtype).item_bytes;
-  for (int dim = 0; dim < array->nd; ++dim) {
-    field.shape[dim] = static_cast<uint64_t>(array->dimensions[dim]);
-    bytes *= field.shape[dim];
-  }
-  arrays_.push_back(py::reinterpret_borrow<py::object>(value));
-  sources_.push_back({array->data, bytes, 0});
-  return true;
+  return array->descr == NumpyDType(field.dtype).ptr() && array->nd == field.num_dims &&
+         (array->flags & py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_) != 0;
 }
 
-void EncodedRecord::AddArray(RecordField& field, py::handle value) {
-  if (AddNumpyArray(field, value)) return;
+EncodedRecord::Content EncodedRecord::PlainArray(const RecordField& field, py::handle value) {
+  const auto* array = py::detail::array_proxy(value.ptr());
+  Content content{array->data, ring::InfoOf(field.dtype).item_bytes, 0, {0, 0}, 0};
+  for (int dim = 0; dim < array->nd; ++dim) {
+    content.shape[dim] = static_cast<uint64_t>(array->dimensions[dim]);
+    content.bytes *= content.shape[dim];
+  }
+  return content;
+}
+
+EncodedRecord::Content EncodedRecord::ArrayOf(const RecordField& field, py::handle value) {
   const DTypeInfo& info = ring::InfoOf(field.dtype);
   Py_buffer buffer;
   if (PyObject_GetBuffer(value.ptr(), &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
@@ -160,19 +155,26 @@ void EncodedRecord::AddArray(RecordField& field, py::handle value) {
                          std::to_string(field.num_dims) + " dimensions, got " +
                          std::to_string(buffer.ndim));
   }
+  Content content{buffer.buf, static_cast<uint64_t>(buffer.len), 0, {0, 0}, 0};
   for (int dim = 0; dim < buffer.ndim; ++dim)
-    field.shape[dim] = static_cast<uint64_t>(buffer.shape[dim]);
-  sources_.push_back({buffer.buf, static_cast<uint64_t>(buffer.len), 0});
+    content.shape[dim] = static_cast<uint64_t>(buffer.shape[dim]);
+  return content;
 }
 
 void EncodedRecord::Write(std::byte* target) const {
-  const RecordHeader header{ring::kRecordMagic, static_cast<uint32_t>(fields_.size())};
+  const std::vector<RecordField>& fields = format_->fields();
+  const RecordHeader header{ring::kRecordMagic, static_cast<uint32_t>(fields.size())};
   std::memcpy(target, &header, sizeof(header));
-  std::memcpy(target + sizeof(header), fields_.data(), fields_.size() * sizeof(RecordField));
-  for (size_t index = 0; index < fields_.size(); ++index) {
-    const Source& source = sources_[index];
-    std::memcpy(target + fields_[index].offset, source.data ? source.data : &source.scalar,
-                source.bytes);
+  for (size_t index = 0; index < fields.size(); ++index) {
+    const Content& content = contents_[index];
+    RecordField field = fields[index];
+    if (field.dtype == DType::kString) field.num_dims = 1;
+    field.shape[0] = content.shape[0];
+    field.shape[1] = content.shape[1];
+    field.offset = content.offset;
+    std::memcpy(target + sizeof(header) + index * sizeof(field), &field, sizeof(field));
+    std::memcpy(target + content.offset, content.data ? content.data : &content.scalar,
+                content.bytes);
   }
 }
 

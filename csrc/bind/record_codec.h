@@ -37,22 +37,26 @@ class EncodedRecord {
   void Write(std::byte* target) const;
 
  private:
-  // A field's bytes: pinned in a Python buffer, borrowed from a str, or `scalar` itself.
-  struct Source {
+  // What differs from record to record in a field. Its bytes are pinned in a Python buffer,
+  // borrowed from a str, or `scalar` itself.
+  struct Content {
     const void* data;
     uint64_t bytes;
     uint64_t scalar;
+    uint64_t shape[2];
+    uint64_t offset;
   };
 
-  void AddScalar(ring::RecordField& field, pybind11::handle value);
-  void AddString(ring::RecordField& field, pybind11::handle value);
-  void AddArray(ring::RecordField& field, pybind11::handle value);
-  bool AddNumpyArray(ring::RecordField& field, pybind11::handle value);
+  static Content ScalarOf(const ring::RecordField& field, pybind11::handle value);
+  static Content StringOf(const ring::RecordField& field, pybind11::handle value);
+  Content ArrayOf(const ring::RecordField& field, pybind11::handle value);
+  static bool IsPlainArray(const ring::RecordField& field, pybind11::handle value);
+  static Content PlainArray(const ring::RecordField& field, pybind11::handle value);
 
-  std::vector<ring::RecordField> fields_;
-  std::vector<Source> sources_;
+  const RecordFormat* format_;
+  std::vector<Content> contents_;  // one per field
   std::vector<Py_buffer> buffers_;
-  std::vector<pybind11::object> arrays_;  // numpy's own, kept alive
+  pybind11::tuple values_;  // kept alive: arrays and strings are read in place
   uint64_t length_ = 0;
 };
 

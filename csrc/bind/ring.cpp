@@ -60,7 +60,7 @@ void RegisterReading(py::module_& module) {
       .def("view", &Lease::View, py::arg("index"), py::arg("name"), py::arg("writeable"))
       .def("views", &Lease::Views, py::arg("index"))
       .def("values", &Lease::Values, py::arg("index"))
-      .def("all_values", &Lease::AllValues)
+      .def("all_values", &Lease::AllValues, py::arg("names"))
       .def("scalar", &Lease::Scalar, py::arg("index"), py::arg("name"))
       .def("min_version", [](const Lease& lease, size_t i) { return lease.slot(i).min_version; })
       .def("max_version", [](const Lease& lease, size_t i) { return lease.slot(i).max_version; })

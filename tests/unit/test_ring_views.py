@@ -82,7 +82,12 @@ def test_values_of_a_batch_are_those_of_its_records(path: Path, producer: Ring) 
             if field.num_dims:
                 assert together[field.name].ctypes.data == alone[field.name].ctypes.data
                 assert not together[field.name].flags.writeable
-    del alone, together, record
+    some = batch.values(("reward", "token_ids"))
+    assert [list(each) for each in some] == [["reward", "token_ids"]] * 3  # in the order of the record
+    assert some[2]["reward"] == samples[2].reward
+    with pytest.raises(KeyError, match="no field color"):
+        batch.values(("color",))
+    del alone, together, record, some
     with pytest.raises(ViewsAlive, match="1 views of the batch's 3 records"):
         batch.release()
     part = values[1]["token_ids"][:2]
