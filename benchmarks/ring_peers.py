@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from ring_transports import ARRAYS, Received, Transport, arrays_of, make_sample
 
+from asyncrl.data.torchvision_ops import declare_torchvision_operators
 from asyncrl.types import Sample
 
 
@@ -81,9 +82,7 @@ class VllmMessageQueue(Transport):
         return {"chunk_bytes": self.chunk_bytes, "depth": self.depth, "directory": self.directory}
 
     def connect_producer(self) -> None:
-        from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
-
-        self.queue = MessageQueue(1, 1, max_chunk_bytes=self.chunk_bytes, max_chunks=self.depth)
+        self.queue = _message_queue()(1, 1, max_chunk_bytes=self.chunk_bytes, max_chunks=self.depth)
         handle = Path(self.directory, "handle")
         handle.with_suffix(".partial").write_bytes(pickle.dumps(self.queue.export_handle()))
         handle.with_suffix(".partial").rename(handle)
@@ -93,15 +92,13 @@ class VllmMessageQueue(Transport):
         self.queue.enqueue((arrays_of(sample), sample.group_id, sample.reward))
 
     def connect_reader(self) -> None:
-        from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
-
         handle = Path(self.directory, "handle")
         deadline = time.monotonic() + 120
         while not handle.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError("the writer of vLLM's MessageQueue did not come within 120 s")
             time.sleep(0.01)
-        self.queue = MessageQueue.create_from_handle(pickle.loads(handle.read_bytes()), 0)
+        self.queue = _message_queue().create_from_handle(pickle.loads(handle.read_bytes()), 0)
         self.queue.wait_until_ready()
 
     def get(self) -> Received:
@@ -109,8 +106,15 @@ class VllmMessageQueue(Transport):
         return received
 
     def close(self) -> None:
-        del self.queue
+        vars(self).pop("queue", None)
         shutil.rmtree(self.directory)
+
+
+def _message_queue() -> Any:
+    declare_torchvision_operators()  # without them SGLang cannot be imported beside a CPU build of torch
+    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    return MessageQueue
 
 
 class ZmqPickle5(Transport):
