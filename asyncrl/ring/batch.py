@@ -91,6 +91,8 @@ class Record:
 class Batch:
     """Records in delivery order, the same on every rank of the group."""
 
+    __slots__ = ("_ack_on_release", "_lease", "_note", "_noted")
+
     def __init__(self, lease: Any, ack_on_release: bool, note: Callable[[Any], None] | None) -> None:
         """``note`` takes the lease instead of acknowledging it now (mode "checkpoint")."""
         self._lease = lease
@@ -168,7 +170,7 @@ class Batch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end(ack=error is None)
+        self._end(error is None)
 
     def _end(self, ack: bool = True) -> None:
         if self._noted:

@@ -33,9 +33,10 @@ class Group:
         self, ring: Ring, session: Any, name: str, rank: int, size: int, ack: AckMode, resume_at: int
     ):
         self._ring = ring
-        self._mode = ack
+        self._ack_on_release = ack == "release"
         self._reader = _C.ring.GroupReader(session, name, rank, size, resume_at)
         self._uncommitted: list[Any] = []  # leases, in the order of `Batch.ack`
+        self._note = self._uncommitted.append if ack == "checkpoint" else None
         self.name = name
         self.rank = rank
         self.size = size
@@ -51,7 +52,7 @@ class Group:
             RingClosed: the ring is closed and drained.
         """
         _check_want(count, max_tokens)
-        return self._batch(self._reader.get(count, max_tokens, timeout))
+        return Batch(self._reader.get(count, max_tokens, timeout), self._ack_on_release, self._note)
 
     async def aget_batch(self, count: int = 0, *, max_tokens: int = 0, timeout: float) -> Batch:
         """`get_batch` for asyncio; burns no thread while it waits."""
@@ -65,7 +66,7 @@ class Group:
             if lease is None and remaining <= 0:
                 lease = self._reader.get(count, max_tokens, 0.0)  # raises, with the reasons
             if lease is not None:
-                return self._batch(lease)
+                return Batch(lease, self._ack_on_release, self._note)
             await waiter.wait(event, remaining)
 
     def batches(self, count: int = 0, *, max_tokens: int = 0, timeout: float) -> Iterator[Batch]:
@@ -89,7 +90,7 @@ class Group:
         for lease in self._uncommitted:
             if lease.end <= position:
                 lease.release_when_unused()
-        self._uncommitted = [lease for lease in self._uncommitted if lease.end > position]
+        self._uncommitted[:] = [lease for lease in self._uncommitted if lease.end > position]
 
     @property
     def length(self) -> int:
@@ -100,10 +101,6 @@ class Group:
     def leave(self) -> None:
         """Give the rank up. Raises `ViewsAlive` while batches are on loan."""
         self._reader.leave()
-
-    def _batch(self, lease: Any) -> Batch:
-        note = self._uncommitted.append if self._mode == "checkpoint" else None
-        return Batch(lease, self._mode == "release", note)
 
 
 def _check_want(count: int, max_tokens: int) -> None:

@@ -123,15 +123,18 @@ py::dict Lease::Values(size_t index) {
   return Fields(Record(index), MakeToken(), [](const auto&, py::handle) { return true; });
 }
 
-py::list Lease::AllValues(const std::optional<std::vector<std::string>>& names) {
-  std::vector<py::str> wanted;  // the same objects as NameOf gives
-  for (const std::string& name : names.value_or(std::vector<std::string>{})) {
-    if (size() > 0) Find(0, name);
-    wanted.push_back(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name.c_str())));
+py::list Lease::AllValues(const std::optional<py::sequence>& names) {
+  std::vector<py::object> wanted;  // interned, as those of NameOf: the same text is the same object
+  if (names) {
+    for (const py::handle name : *names) {
+      PyObject* text = py::str(name).release().ptr();
+      PyUnicode_InternInPlace(&text);
+      wanted.push_back(py::reinterpret_steal<py::object>(text));
+    }
   }
   const auto wants = [&](const ring::RecordField&, py::handle name) {
     return !names || std::any_of(wanted.begin(), wanted.end(),
-                                 [name](const py::str& each) { return each.is(name); });
+                                 [name](const py::object& each) { return each.is(name); });
   };
   py::list records(size());
   const py::capsule token = MakeToken();
@@ -140,6 +143,9 @@ py::list Lease::AllValues(const std::optional<std::vector<std::string>>& names) 
     if (index + 1 < size()) FetchAhead(Record(index + 1));
     PyList_SET_ITEM(records.ptr(), static_cast<Py_ssize_t>(index),
                     Fields(Record(index), token, wants).release().ptr());
+  }
+  if (size() > 0 && py::len(records[0]) < wanted.size()) {
+    for (const py::object& name : wanted) Find(0, name.cast<std::string>());
   }
   return records;
 }

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "ring/groups.h"
 #include "ring/record.h"
@@ -42,7 +41,7 @@ class Lease : public std::enable_shared_from_this<Lease> {
 
   // `Values` of every record, in order, or only the fields named; together they count as one view.
   // Throws KeyError for a name that the first record does not have.
-  pybind11::list AllValues(const std::optional<std::vector<std::string>>& names);
+  pybind11::list AllValues(const std::optional<pybind11::sequence>& names);
 
   // A scalar or a string.
   pybind11::object Scalar(size_t index, const std::string& name) const;
