@@ -10,6 +10,7 @@ line per case, {"case", "seconds", "error"}, to its reports; an empty error mean
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -137,7 +138,20 @@ class Case:
         return None
 
 
+def wait_for_store(port: int) -> None:
+    """Until somebody listens: torch's own clients look ever more rarely, which idle processes pay for."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"nobody listened at port {port} within {TIMEOUT_S:.0f} s")
+
+
 def start_default_group(port: int, rank: int, world_size: int, timeout_s: float) -> None:
+    if rank > 0:
+        wait_for_store(port)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=TIMEOUT_S))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
@@ -229,6 +243,7 @@ def join_as_engine(case: Case, endpoint: EngineEndpoint, tp_rank: int) -> dist.P
     world_size = case.num_trainers + endpoint.tp_size
     address = f"tcp://{endpoint.master_address}:{endpoint.master_port}"
     timeout = timedelta(seconds=TIMEOUT_S)
+    wait_for_store(endpoint.master_port)
     store, rank, _ = next(dist.rendezvous(address, case.num_trainers + tp_rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     store = dist.PrefixStore(endpoint.group_name, store)
