@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+LrShape = Literal["constant", "linear", "cosine"]
+
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
@@ -16,7 +18,7 @@ class LrSchedule:
     """
 
     peak: float = 1e-6
-    shape: Literal["constant", "linear", "cosine"] = "constant"
+    shape: LrShape = "constant"
     warmup_steps: int = 0
     total_steps: int = 0  # not used by constant
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from asyncrl.algo.learning_rate import LrSchedule
+from asyncrl.algo.learning_rate import LrSchedule, LrShape
 
 
 def rates_of_torch(shape: str, peak: float, warmup: int, total: int) -> list[float]:
@@ -33,15 +33,15 @@ def rates_of_torch(shape: str, peak: float, warmup: int, total: int) -> list[flo
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("warmup", "total"), [(0, 18), (4, 18), (1, 2), (0, 1)])
-def test_as_torch(shape: str, warmup: int, total: int) -> None:
-    schedule = LrSchedule(3e-5, shape, warmup, total)  # type: ignore[arg-type]
+def test_as_torch(shape: LrShape, warmup: int, total: int) -> None:
+    schedule = LrSchedule(3e-5, shape, warmup, total)
     rates = [schedule.rate(idx) for idx in range(total)]
     assert rates == pytest.approx(rates_of_torch(shape, 3e-5, warmup, total), abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_ends_at_zero_and_stays(shape: str) -> None:
-    schedule = LrSchedule(1.0, shape, 2, 10)  # type: ignore[arg-type]
+def test_ends_at_zero_and_stays(shape: LrShape) -> None:
+    schedule = LrSchedule(1.0, shape, 2, 10)
     assert schedule.rate(9) > 0
     assert schedule.rate(10) == schedule.rate(99) == 0
 
