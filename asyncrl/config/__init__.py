@@ -192,6 +192,11 @@ class WeightsConfig(Section):
     # send what changed since the version that an engine holds, where that is less, exact to the bit: for thin
     # links and weights in bfloat16; each trainer rank keeps a second copy of its parameters
     delta: bool = False
+    # receive a version beside the weights that an engine serves: requests wait for a local copy alone; costs
+    # each engine rank room for a second copy, on its device or in pinned memory of its host
+    stage: Literal["none", "device", "host"] = "none"
+    # train on while a version is sent, from a copy of the parameters: for trainers with room for it
+    overlap: bool = False
     # after every publication, record the engine's parameter checksums and compare logprobs of
     # fixed prompts between engine and trainer (slow: for tests and new models)
     verify: bool = False

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from typing import Any
 
 from asyncrl.control.messages import (
     CheckpointDone,
     CommitOrder,
+    EngineFailed,
     EngineInfo,
     EngineLost,
     FlightName,
     HeldOut,
     Joined,
     JoinOrder,
+    Landing,
     Phase,
     ProcessInfo,
     Publication,
     PublicationResult,
     RolloutReport,
     RunState,
+    StageOrder,
     StepDone,
     TrainerStart,
 )
@@ -142,9 +146,21 @@ class Coordinator:
     async def transfer(self, order: FlightName) -> None:
         await self._publishing.transfer(order)
 
+    async def stage(self, order: StageOrder) -> tuple[str, ...]:
+        return await self._publishing.stage(order)
+
+    async def land(self, order: Landing) -> PublicationResult:
+        return await self._counted(self._publishing.land(order))
+
+    async def quarantine(self, report: EngineFailed) -> None:
+        await self._publishing.quarantine(report)
+
     async def commit(self, order: CommitOrder) -> PublicationResult:
+        return await self._counted(self._publishing.commit(order))
+
+    async def _counted(self, work: Coroutine[Any, Any, PublicationResult]) -> PublicationResult:
         before = self._state.policy_version
-        result = await self._publishing.commit(order)
+        result = await work
         if result.version > before:
             await self._update(publications=self._state.publications + 1)
         return result

@@ -11,7 +11,7 @@ import enum
 from pydantic import BaseModel, ConfigDict
 
 from asyncrl.control.ledger import LedgerCounts
-from asyncrl.engines.base import WeightGroup
+from asyncrl.engines.base import StagePlace, WeightGroup
 
 
 class Message(BaseModel):
@@ -130,6 +130,26 @@ class Publication(Message):
     version: int
     epoch: int
     plans: dict[str, Plan]
+
+
+class StageOrder(Publication):
+    """Let engines receive a version beside the weights that they serve."""
+
+    place: StagePlace
+
+
+class Landing(Message):
+    """The trainer's leader has sent a staged version; ``failures`` are the engines that did not verify it."""
+
+    version: int
+    failures: dict[str, str] = {}
+
+
+class EngineFailed(Message):
+    """An engine has lost its weight group, or the trust in its weights."""
+
+    name: str
+    reason: str
 
 
 class FlightName(Message):

@@ -19,16 +19,19 @@ from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.messages import (
     CheckpointDone,
     CommitOrder,
+    EngineFailed,
     EngineInfo,
     EngineLost,
     FlightName,
     HeldOut,
     Joined,
     JoinOrder,
+    Landing,
     Phase,
     ProcessInfo,
     Publication,
     RolloutReport,
+    StageOrder,
     StepDone,
     TrainerStart,
 )
@@ -51,6 +54,9 @@ def build_app(coordinator: Coordinator, token: str) -> web.Application:
 
     async def prepare(publication: Publication) -> list[str]:
         return list(await coordinator.prepare(publication))
+
+    async def stage(order: StageOrder) -> list[str]:
+        return list(await coordinator.stage(order))
 
     async def nothing(_: None) -> None:
         await coordinator.request_stop()
@@ -75,6 +81,9 @@ def build_app(coordinator: Coordinator, token: str) -> web.Application:
         ("weights/transfer", _route(FlightName, coordinator.transfer)),
         ("weights/commit", _route(CommitOrder, coordinator.commit)),
         ("weights/abort", _route(FlightName, coordinator.abort)),
+        ("weights/stage", _route(StageOrder, stage)),
+        ("weights/land", _route(Landing, coordinator.land)),
+        ("weights/failed", _route(EngineFailed, coordinator.quarantine)),
     ]
     for path, handler in routes:
         app.router.add_post(f"/v1/{path}", handler)

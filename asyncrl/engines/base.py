@@ -2,6 +2,7 @@
 
     rollout -- GenerateRequest --> Engine.generate --> Generation (segments, one per attested policy version)
     control -- pause / receive_weights / resume -->    (policy version + 1, or EngineError and no new version)
+            -- stage_weights --> .. pause / receive_weights("take") / resume -->  the same, paused for a copy
 
 Invariants that every implementation keeps:
 
@@ -33,8 +34,12 @@ PauseMode = Literal["abort", "retract"]
 """What a pause does to running requests: "abort" ends them as interrupted; "retract" keeps them in the
 engine, to be prefilled again and to go on under whatever weights are there after `resume`."""
 
-WeightAction = Literal["connect", "publish"]
-"""A step of the weight receiver: "connect" agrees on the transfer plan, "publish" moves one version."""
+WeightAction = Literal["connect", "publish", "take"]
+"""A step of the weight receiver: "connect" agrees on the transfer plan, "publish" moves one version, "take"
+puts the version that was staged in the place of the live weights."""
+
+StagePlace = Literal["device", "host"]
+"""Where a second copy of the weights is: on the engine's device, or in pinned memory of the host."""
 
 
 def new_rid() -> str:
@@ -154,13 +159,25 @@ class Engine(Protocol):
     async def receive_weights(
         self, action: WeightAction, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
     ) -> None:
-        """Take part in a transfer; the engine must be paused for "publish".
+        """Take part in a transfer; the engine must be paused for "publish" and "take".
 
-        After "publish" the engine serves ``version`` and holds no keys and values of older weights.
+        After these two the engine serves ``version`` and holds no keys and values of older weights.
 
         Raises:
             EngineError: a rank could not receive or verify; the version is unchanged, the weights may be
                 partly new, and the engine must not serve until another "publish" succeeds.
+        """
+        ...
+
+    async def stage_weights(
+        self, place: StagePlace, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
+    ) -> None:
+        """Begin to receive ``version`` into a second copy of the weights while the live ones serve.
+
+        Returns at once; the senders hear from every rank whether it has verified the version.
+
+        Raises:
+            EngineError: the engine refused, or died.
         """
         ...
 

@@ -1,10 +1,13 @@
 """What asyncrl adds to SGLang, through SGLang's own plugin hooks; activated in every process of a server.
 
     POST /update_weights_from_distributed, load_format "asyncrl"
-        -> on every tensor-parallel rank: Receiver.connect or .receive into the rank's own parameters
+        -> on every tensor-parallel rank: Receiver.connect, .receive into the rank's own parameters, or .take
         -> 200, or 400 with the reason, on all ranks alike
+    POST /init_weights_update_group, backend "asyncrl"
+        -> on every tensor-parallel rank: Receiver.stage, which returns at once
 
-* The order (action, version, plan hash, deadline) travels as JSON in the request's only name. No tensor
+* The order (action, version, plan hash, deadline) travels as JSON in the request's only name; that of staging
+  in the address of the other request, because SGLang lets no other one through while it samples. No tensor
   passes through SGLang's loader: a rank receives the bytes of its own shard and nothing else.
 * Joining a weight group has a deadline of ours; SGLang's would block the scheduler for half an hour.
 * On a CPU there is more to change: `cpu_hooks`.
@@ -54,6 +57,16 @@ class Order:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """Receive a version beside the live weights, as `SGLangEngine.stage_weights` sends it."""
+
+    place: Any  # asyncrl.weights.second_copy.Place
+    version: int
+    plan_hash: str
+    timeout_s: float
+
+
 def activate() -> None:
     """Register the hooks; SGLang applies them when it loads its plugins. Idempotent."""
     global _activated
@@ -96,7 +109,9 @@ def _join(
     group_name: str,
     backend: str,
 ) -> tuple[bool, str]:
-    """Remember how many ranks of a weight group are senders: those before the engine's."""
+    """Remember how many ranks of a weight group are senders: those before the engine's; or begin to stage."""
+    if backend == LOAD_FORMAT:
+        return _stage(StageOrder(**json.loads(master_address)), group_name)
     success, message = original(
         updater, master_address, master_port, rank_offset, world_size, group_name, backend
     )
@@ -105,8 +120,20 @@ def _join(
     return success, message
 
 
+def _stage(order: StageOrder, group_name: str) -> tuple[bool, str]:
+    if group_name not in _receivers:
+        return False, f"weight group {group_name} is not connected; send action connect first"
+    try:
+        _receivers[group_name].stage(order.version, order.plan_hash, order.timeout_s, order.place)
+    except RuntimeError as error:
+        return False, str(error)
+    return True, f"version {order.version} arrives"
+
+
 def _leave(original: Callable[..., Any], updater: Any, group_name: str) -> Any:
-    _receivers.pop(group_name, None)
+    receiver = _receivers.pop(group_name, None)
+    if receiver is not None:
+        receiver.close()
     _num_senders.pop(group_name, None)
     return original(updater, group_name)
 
@@ -143,6 +170,8 @@ def _receive(
         )
     elif group_name not in _receivers:
         raise RuntimeError(f"weight group {group_name} is not connected; send action connect first")
+    elif order.action == "take":
+        _receivers[group_name].take(order.version, order.timeout_s)
     else:
         _receivers[group_name].receive(order.version, order.plan_hash, order.timeout_s)
     return []

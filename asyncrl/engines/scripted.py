@@ -22,6 +22,7 @@ from asyncrl.engines.base import (
     GenerateRequest,
     Generation,
     PauseMode,
+    StagePlace,
     WeightAction,
     WeightGroup,
 )
@@ -68,6 +69,7 @@ class ScriptedEngine:
         self._aborted: dict[str, bool] = {}  # rid of a request in the engine -> whether it was aborted
         self._dead: str | None = None
         self._failures: dict[str, str] = {}  # method name -> message of its next failure
+        self._staged: PolicyVersion = -1
         self.weight_groups: set[str] = set()
         self.plan_hashes: list[tuple[WeightAction, PolicyVersion, str]] = []
 
@@ -134,11 +136,21 @@ class ScriptedEngine:
         self._check("receive_weights")
         if group_name not in self.weight_groups:
             raise self._error(f"is not in weight group {group_name}; join_weight_group first")
-        if action == "publish" and not self._paused:
+        if action != "connect" and not self._paused:
             raise self._error("must be paused before it receives weights")
+        if action == "take" and self._staged != version:
+            raise self._error(f"staged version {self._staged}, not {version}")
         self.plan_hashes.append((action, version, plan_hash))
-        if action == "publish":
+        if action != "connect":
             self._version = version
+
+    async def stage_weights(
+        self, place: StagePlace, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
+    ) -> None:
+        self._check("stage_weights")
+        if group_name not in self.weight_groups:
+            raise self._error(f"is not in weight group {group_name}; join_weight_group first")
+        self._staged = version
 
     async def update_from_disk(self, path: str, version: PolicyVersion, timeout_s: float) -> None:
         self._check("update_from_disk")

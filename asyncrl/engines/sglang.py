@@ -32,6 +32,7 @@ from asyncrl.engines.base import (
     GenerateRequest,
     Generation,
     PauseMode,
+    StagePlace,
     WeightAction,
     WeightGroup,
 )
@@ -123,7 +124,7 @@ class SGLangEngine:
         self, action: WeightAction, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
     ) -> None:
         order = {"action": action, "version": version, "plan_hash": plan_hash, "timeout_s": timeout_s}
-        publish = action == "publish"
+        publish = action in ("publish", "take")
         body = {
             "names": [json.dumps(order)],
             "dtypes": [],
@@ -136,6 +137,21 @@ class SGLangEngine:
         async with self._weight_update():
             # The ranks keep the deadline themselves and answer; the margin lets that answer arrive.
             await self._post("/update_weights_from_distributed", body, timeout_s + self._control_timeout_s)
+
+    async def stage_weights(
+        self, place: StagePlace, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
+    ) -> None:
+        # Every other request about weights waits until no sample is running; this one does not.
+        order = {"place": place, "version": version, "plan_hash": plan_hash, "timeout_s": timeout_s}
+        body = {
+            "master_address": json.dumps(order),
+            "master_port": 0,
+            "rank_offset": 0,
+            "world_size": 0,
+            "group_name": group_name,
+            "backend": LOAD_FORMAT,
+        }
+        await self._post("/init_weights_update_group", body)
 
     async def update_from_disk(self, path: str, version: PolicyVersion, timeout_s: float) -> None:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}

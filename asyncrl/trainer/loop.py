@@ -4,7 +4,8 @@
          (ring)              (megatron_ext)          (weights)   (megatron_ext)
 
 What blocks what: the loop waits for the ring only when rollouts are slower than training; engines wait for
-the loop only while a publication pauses them. Batch b (0-based) is trained at policy version b, and makes
+the loop only while a publication pauses them. With ``weights.overlap`` a publication goes on during the next
+step. Batch b (0-based) is trained at policy version b, and makes
 version b + 1. While it waits for a batch, the loop brings engines that came back up to the current version.
 Rank 0 decides (train, stop, catch up) and broadcasts, so all ranks take the same path.
 """
@@ -127,6 +128,7 @@ class TrainingLoop:
             self._record(step, stats, result, num_entries, times)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 saved_step = self._save(step)
+        self._publisher.finish()
         if saved_step != step:
             self._save(step)
         if control:
@@ -187,6 +189,7 @@ class TrainingLoop:
     def _publish(self, version: int) -> PublishTimes:
         times = self._publisher.publish(version)
         if self._verifier:
+            self._publisher.finish()  # what is compared must have arrived, and not have been trained on
             self._verifier.compare(version, self._publisher.last_result)
         return times
 

@@ -1,44 +1,47 @@
 """The trainer's side of publishing a policy version: rank 0 talks to the coordinator, all ranks send.
 
-    all ranks:  leave engines that are gone, meet those that came: join, agree on a plan
+    all ranks:  follow the engines (`meetings`)
     rank 0:     prepare -> (engines pause) -> transfer -> (engines listen) ................ -> commit
     all ranks:                                  plan and hash known since the meeting, send buckets
 
-Every decision that rank 0 takes is broadcast before the ranks act on it, so all of them take part in the
-same meetings and transfers in the same order. An engine that fails is met again before the next publication,
-or between two steps, and gets the whole current version alone; the run goes on while one engine serves.
+    weights.stage:    rank 0: stage -> (engines listen and serve on) .. they verified -> land
+                      engines pause for a local copy alone
+    weights.overlap:  the ranks send from a copy of the parameters, on threads, and train on; the outcome is
+                      looked at when the next version is due, or anything else is to be sent
+
+Every decision that rank 0 takes is broadcast before the ranks act on it, so all of them take part in the same
+transfers in the same order. Commit or land follows from rank 0's thread as soon as it has sent: an engine
+verifies what every rank sent, so nothing else is needed. An engine that fails is met again before the next
+publication, or between two steps, and gets the whole current version alone; the run goes on while one engine
+serves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch.distributed as dist
 
 from asyncrl.config import Config
 from asyncrl.control.client import ControlClient, ControlError, ControlRefused
 from asyncrl.control.messages import (
     CommitOrder,
-    EngineInfo,
+    EngineFailed,
     EngineStatus,
     FlightName,
-    Joined,
-    JoinOrder,
-    Plan,
+    Landing,
     Publication,
     PublicationResult,
     RunState,
+    StageOrder,
 )
-from asyncrl.engines.base import WeightGroup
+from asyncrl.engines.base import StagePlace
 from asyncrl.trainer.collectives import broadcast_json
+from asyncrl.trainer.meetings import Meetings, control_deadline_s
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.publisher import EngineEndpoint, Publisher
-from asyncrl.weights.wire import WeightUpdateError
+from asyncrl.weights.publisher import Publisher, Sending
 
 MAX_LOOKS = 20
 """How often the engines may change between the look at them and the order that follows from it."""
@@ -48,7 +51,7 @@ MAX_LOOKS = 20
 class PublishTimes:
     """Seconds, as rank 0 saw them."""
 
-    total_s: float
+    total_s: float  # that training waited
     transfer_s: float
     num_bytes: int  # that arrived at all engines
     paused_s: Mapping[str, float] = field(default_factory=dict)  # engine -> how long it answered nobody
@@ -60,11 +63,13 @@ class PublishTimes:
 
 
 @dataclass(frozen=True)
-class _Met:
-    """An engine of which this rank is in a weight group."""
+class _Flight:
+    """A version under way, as all ranks know it; ``result`` comes to rank 0 alone."""
 
-    endpoint: EngineEndpoint
-    incarnation: int
+    version: PolicyVersion
+    alone: bool  # for engines that do not serve yet; none of them taking it is no error
+    sending: Sending
+    result: Future[PublicationResult] | None
 
 
 class PolicyPublisher:
@@ -74,11 +79,10 @@ class PolicyPublisher:
         self._publisher = publisher
         self._control = control  # on rank 0 only
         self._config = config
-        self._met: dict[str, _Met] = {}
-        self._num_meetings = 0
+        self._meetings = Meetings(publisher, control, config)
+        self._flight: _Flight | None = None
+        self._landing = ThreadPoolExecutor(max_workers=1)
         self.last_result: PublicationResult | None = None  # on rank 0 only
-
-    # --- engines come and go ---
 
     def connect_engines(self) -> None:
         """Wait until all configured engines are up, and join a weight group with each.
@@ -86,116 +90,26 @@ class PolicyPublisher:
         Raises:
             ControlError: an engine did not come up or did not join within its deadline.
         """
-        waited = [engine.model_dump() for engine in self._wait_for_engines()] if self._control else None
-        for engine in (EngineInfo.model_validate(item) for item in broadcast_json(waited)):
-            reason = self._meet(engine)
-            if reason:
-                raise ControlError(f"{engine.name} cannot take the trainer's weights: {reason}")
-
-    def _wait_for_engines(self) -> list[EngineInfo]:
-        control = self._require_control()
-        expected = self._config.engine.replicas
-        deadline = time.monotonic() + self._config.engine.start_timeout_s
-        state = control.state()
-        while len(state.engines) < expected:
-            if time.monotonic() > deadline:
-                raise ControlError(
-                    f"{len(state.engines)} of {expected} engines came up within"
-                    f" {self._config.engine.start_timeout_s:.0f} s; see the engines' logs"
-                )
-            state = control.state(after=state.revision, wait_s=2.0)
-        return list(state.engines)
+        self._meetings.connect_engines()
 
     def has_news(self, state: RunState) -> bool:
         """Whether an engine waits to be met, or for the current version; on rank 0."""
-        return any(engine.status in _WAITING for engine in state.engines)
-
-    def _follow_engines(self) -> None:
-        """Leave engines that are gone, meet those that came or must be refilled."""
-        change = broadcast_json(self._changes(self._control.state()) if self._control else None)
-        for name in change["leave"]:
-            self._leave(name)
-        for item in change["meet"]:
-            self._meet(EngineInfo.model_validate(item))
-
-    def _changes(self, state: RunState) -> dict[str, Any]:
-        known = {engine.name: engine for engine in state.engines}
-        leave = [
-            name
-            for name, met in self._met.items()
-            if known[name].incarnation != met.incarnation or known[name].status in _OUT
-        ]
-        kept = self._met.keys() - set(leave)
-        meet = [engine for engine in state.engines if engine.status in _WAITING and engine.name not in kept]
-        return {"leave": leave, "meet": [engine.model_dump() for engine in meet]}
-
-    def _leave(self, name: str) -> None:
-        self._publisher.disconnect(name)
-        self._met.pop(name, None)
-
-    def _meet(self, engine: EngineInfo) -> str:
-        """Join a weight group with an engine; returns why that failed, or an empty string."""
-        self._num_meetings += 1
-        with _reserved_port(self._config.control.host if self._control else None) as port:
-            offer = broadcast_json(self._offer(engine, port) if self._control else None)
-            reason: str = offer["refused"]
-            if not reason:
-                endpoint = EngineEndpoint(**offer["endpoint"])
-                try:
-                    self._publisher.connect(endpoint)
-                    self._met[engine.name] = _Met(endpoint, engine.incarnation)
-                except WeightUpdateError as error:  # on every rank alike
-                    reason = str(error)
-                reason = broadcast_json(self._report(engine.name, reason) if self._control else None)
-        if reason:
-            self._leave(engine.name)
-        return reason
-
-    def _offer(self, engine: EngineInfo, port: int) -> dict[str, Any]:
-        """Tell the engine where to meet, and the other ranks, too."""
-        group = WeightGroup(
-            name=f"weights-{engine.name}-{self._num_meetings}",
-            master_address=self._config.control.host,
-            master_port=port,
-            rank_offset=dist.get_world_size(),
-            world_size=dist.get_world_size() + engine.tp,
-            backend="nccl" if dist.get_backend() == "nccl" else "gloo",
-        )
-        try:
-            self._require_control().post("weights/join", JoinOrder(engine=engine.name, group=group))
-        except ControlRefused as error:  # it was lost since
-            return {"refused": str(error)}
-        endpoint = {
-            "name": engine.name,
-            "tp_size": engine.tp,
-            "group_name": group.name,
-            "master_address": group.master_address,
-            "master_port": group.master_port,
-        }
-        return {"refused": "", "endpoint": endpoint}
-
-    def _report(self, name: str, failure: str) -> str:
-        plan = None if failure else self._plan(name)
-        joined = Joined(engine=name, plan=plan, failure=failure)
-        reason: str = self._require_control().post("weights/joined", joined, timeout_s=self._deadline_s)
-        return reason
-
-    def _plan(self, name: str) -> Plan:
-        return Plan(
-            plan_hash=self._publisher.plan_hash(name), manifest_hash=self._publisher.manifest_hash(name)
-        )
-
-    # --- versions ---
+        return self._meetings.has_news(state)
 
     def publish(self, version: PolicyVersion) -> PublishTimes:
         """Bring the current weights into every engine as ``version``.
+
+        With ``weights.overlap`` it returns while they are sent, with the times of the version before.
 
         Raises:
             ControlError: no engine holds the version in the end.
         """
         started = time.monotonic()
-        times = self._bring(version, alone=False)
-        assert times is not None, "the coordinator refuses a publication without engines"
+        times = self.finish()
+        self._flight = self._begin(version, alone=False)
+        assert self._flight is not None, "the coordinator refuses a publication without engines"
+        if not self._config.weights.overlap:
+            times = self.finish()
         return PublishTimes(time.monotonic() - started, times.transfer_s, times.num_bytes, times.paused_s)
 
     def catch_up(self, version: PolicyVersion) -> None:
@@ -203,96 +117,125 @@ class PolicyPublisher:
 
         An engine that cannot take them is the coordinator's to judge; training goes on.
         """
-        self._bring(version, alone=True)
+        self.finish()
+        self._flight = self._begin(version, alone=True)
+        self.finish()
 
-    def _bring(self, version: PolicyVersion, alone: bool) -> PublishTimes | None:
-        """One flight; None where there was nobody to bring the version to."""
+    def finish(self) -> PublishTimes:
+        """Wait for the version that is under way, if any, and learn what became of it.
+
+        Raises:
+            ControlError: no engine took it.
+        """
         started = time.monotonic()
-        flight = self._prepare_together(version, alone)
-        if not flight["plans"]:
-            return None
-        endpoints = [self._met[name].endpoint for name in flight["ready"]]
-        sending = time.monotonic()
-        stats = self._publisher.publish(endpoints, version)
-        sent = time.monotonic()
-        failures = {failure.engine: failure.reason for failure in stats.failures}  # left already
-        outcome = broadcast_json(self._commit(flight, failures, alone) if self._control else None)
-        if outcome is None:
-            return None
-        result = PublicationResult.model_validate(outcome)
-        if not alone:
-            self.last_result = result
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return PublishTimes(0.0, 0.0, 0)
+        told = broadcast_json(_outcome(flight) if flight.result else None)
+        result = PublicationResult.model_validate(told["result"]) if told["result"] else None
+        stats = self._publisher.finish(flight.sending, taken_by=result.committed if result else ())
+        for failure in stats.failures:
+            self._meetings.leave(failure.engine)
+            if self._control:
+                report = EngineFailed(name=failure.engine, reason=failure.reason)
+                self._control.post("weights/failed", report, timeout_s=control_deadline_s(self._config))
+        if result is None and not flight.alone:
+            raise ControlError(told["error"])
+        if not flight.alone:
+            self.last_result = result if self._control else None
         return PublishTimes(
-            time.monotonic() - started, sent - sending, stats.bytes_received_total, result.paused_s
+            time.monotonic() - started,
+            stats.seconds,
+            stats.bytes_received_total,
+            result.paused_s if result else {},
         )
 
-    def _prepare_together(self, version: PolicyVersion, alone: bool) -> dict[str, Any]:
+    def _begin(self, version: PolicyVersion, alone: bool) -> _Flight | None:
+        """One flight; None where there is nobody to bring the version to."""
+        weights = self._config.weights
+        place = None if alone or weights.stage == "none" else weights.stage
+        order = self._order_together(version, alone, place)
+        if not order["plans"]:
+            return None
+        endpoints = [self._meetings.met[name].endpoint for name in order["ready"]]
+        copied = weights.overlap and not alone
+        sending = self._publisher.begin(endpoints, version, staged=place is not None, from_copy=copied)
+        result = None
+        if self._control:
+            result = self._landing.submit(self._land, self._control, order, sending, place is not None)
+        return _Flight(version, alone, sending, result)
+
+    def _order_together(
+        self, version: PolicyVersion, alone: bool, place: StagePlace | None
+    ) -> dict[str, Any]:
         """Version, epoch, engines of the flight and those that are ready, once the coordinator agrees.
 
         Raises:
             ControlError: it refuses for another reason than a change of the engines.
         """
         for _ in range(MAX_LOOKS):
-            self._follow_engines()
-            flight: dict[str, Any] = broadcast_json(self._prepare(version, alone) if self._control else None)
-            if not flight["again"]:
-                return flight
+            self._meetings.follow()
+            told = self._order(self._control, version, alone, place) if self._control else None
+            order: dict[str, Any] = broadcast_json(told)
+            if not order["again"]:
+                return order
         raise ControlError(f"the engines changed {MAX_LOOKS} times while version {version} was prepared")
 
-    def _prepare(self, version: PolicyVersion, alone: bool) -> dict[str, Any]:
-        control = self._require_control()
+    def _order(
+        self, control: ControlClient, version: PolicyVersion, alone: bool, place: StagePlace | None
+    ) -> dict[str, Any]:
+        """Let the engines listen for a version, as far as they are still those that were met."""
         state = control.state()
-        changes = self._changes(state)
-        names = self._met.keys() - set(changes["leave"])
+        changes = self._meetings.changes(state)
+        names = self._meetings.met.keys() - set(changes["leave"])
         if alone:
             names &= {engine.name for engine in state.engines if engine.status is EngineStatus.JOINING}
-        flight = {"again": False, "version": version, "epoch": state.epoch, "plans": sorted(names)}
+        order = {"again": False, "version": version, "epoch": state.epoch, "plans": sorted(names)}
         if not names and (alone or changes["meet"]):
-            return {**flight, "again": not alone}
-        plans = {name: self._plan(name) for name in sorted(names)}
-        order = Publication(version=version, epoch=state.epoch, plans=plans)
+            return {**order, "again": not alone}
+        plans = {name: self._meetings.plan(name) for name in sorted(names)}
+        publication = Publication(version=version, epoch=state.epoch, plans=plans)
         try:
-            ready = control.post("weights/prepare", order, timeout_s=self._deadline_s)
+            ready = self._listen(control, publication, place)
         except ControlRefused:
             if control.state().epoch == state.epoch:
                 raise
             return {"again": True}
-        control.post("weights/transfer", FlightName(version=version, epoch=state.epoch))
-        return {**flight, "ready": ready}
+        return {**order, "ready": ready}
 
-    def _commit(
-        self, flight: Mapping[str, Any], failures: dict[str, str], alone: bool
-    ) -> dict[str, Any] | None:
-        order = CommitOrder(version=flight["version"], epoch=flight["epoch"], failures=failures)
-        try:
-            answer = self._require_control().post("weights/commit", order, timeout_s=self._deadline_s)
-        except ControlError:
-            if not alone:
-                raise
-            return None  # no engine took it; those that served before go on
-        return PublicationResult.model_validate(answer).model_dump()
+    def _listen(
+        self, control: ControlClient, publication: Publication, place: StagePlace | None
+    ) -> list[str]:
+        """The engines that listen: paused for this version, or serving beside it."""
+        ready: list[str]
+        deadline_s = control_deadline_s(self._config)
+        if place is not None:
+            order = StageOrder(**dict(publication), place=place)
+            ready = control.post("weights/stage", order, timeout_s=deadline_s)
+            return ready
+        ready = control.post("weights/prepare", publication, timeout_s=deadline_s)
+        control.post("weights/transfer", FlightName(version=publication.version, epoch=publication.epoch))
+        return ready
 
-    @property
-    def _deadline_s(self) -> float:
-        """Longer than the coordinator's own deadlines, whose messages say more."""
-        return 3 * self._config.weights.timeout_s + 30.0
+    def _land(
+        self, control: ControlClient, order: Mapping[str, Any], sending: Sending, staged: bool
+    ) -> PublicationResult:
+        """Rank 0's thread: once it has sent, the engines that verified serve the version."""
+        failures = sending.failures_here()
+        message = (
+            Landing(version=order["version"], failures=failures)
+            if staged
+            else CommitOrder(version=order["version"], epoch=order["epoch"], failures=failures)
+        )
+        path = "weights/land" if staged else "weights/commit"
+        answer = control.post(path, message, timeout_s=control_deadline_s(self._config))
+        return PublicationResult.model_validate(answer)
 
-    def _require_control(self) -> ControlClient:
-        assert self._control is not None, "only rank 0 talks to the coordinator"
-        return self._control
 
-
-_WAITING = (EngineStatus.JOINING, EngineStatus.QUARANTINED)
-_OUT = (EngineStatus.QUARANTINED, EngineStatus.LOST)
-
-
-@contextlib.contextmanager
-def _reserved_port(host: str | None) -> Iterator[int]:
-    """A port that nobody else is given within the block, though a store that listens may take it."""
-    if host is None:
-        yield 0
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, 0))
-        yield probe.getsockname()[1]
+def _outcome(flight: _Flight) -> dict[str, Any]:
+    """What rank 0 learned, for all ranks."""
+    assert flight.result is not None
+    try:
+        return {"result": flight.result.result().model_dump(), "error": ""}
+    except ControlError as error:  # no engine took it; those that served before go on
+        return {"result": None, "error": str(error)}

@@ -4,6 +4,9 @@
              instructions (buckets, segments, plan hash)           <- first sender
     receive: from each sender: header (version, base, plan hash), buckets, digests
              two staging buffers: while one bucket is unpacked the next one arrives
+    stage:   the same on a thread of its own, into a second copy of the parameters; the live ones serve
+             meanwhile. The first sender is told whether this rank has verified the version
+    take:    the copy replaces the live parameters, once all ranks of the engine agree that they have it
     changes: with a base, the rank packs the bucket that it holds, changes it, and unpacks it as any other.
              The digests are of the whole bucket, so a base that is not what the sender thinks shows in them
 
@@ -12,7 +15,8 @@ otherwise `WeightUpdateError` is raised on all ranks, and the weights may be par
 serve until it has received a whole version.
 
 This module runs inside the engine's process, whose environment may hold nothing of ours but this file, the
-wire format and the extension: it imports torch, `asyncrl._C` and `asyncrl.weights.wire` alone.
+second copy, the wire format and the extension: it imports torch, `asyncrl._C`, `asyncrl.weights.second_copy`
+and `asyncrl.weights.wire` alone.
 """
 
 from __future__ import annotations
@@ -27,8 +31,11 @@ import torch
 import torch.distributed as dist
 
 import asyncrl._C as _C
+from asyncrl.weights.second_copy import Place, SecondCopy
 from asyncrl.weights.wire import (
+    FAILED,
     NO_BASE,
+    VERIFIED,
     WHOLE,
     Deadline,
     WeightUpdateError,
@@ -39,13 +46,15 @@ from asyncrl.weights.wire import (
     send_message,
     staging,
     start_receive,
+    start_send,
     transfer_device,
 )
 
 
 class BucketCopies:
-    """The copies between one bucket and this rank's parameters, run on the device that holds them.
+    """The copies between one bucket and one rank's parameters, run on the device that holds them.
 
+    ``parameters`` stand for all lists of tensors of the same shapes, dtypes and device.
     ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them;
     ``block_scales`` five per segment that quantises, as BlockScales orders them.
     """
@@ -58,7 +67,6 @@ class BucketCopies:
         num_digests: int,
         block_scales: array[int] | None = None,
     ) -> None:
-        self._parameters = parameters
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         program = _C.CopyProgram(table, sizes, num_bytes, num_digests, block_scales)
         on_cuda = bool(parameters) and parameters[0].is_cuda
@@ -67,19 +75,13 @@ class BucketCopies:
         self._program = _C.CudaProgram(program) if on_cuda else program
         self._on_cuda = on_cuda
 
-    def pack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
+    def pack(self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor) -> None:
         """Fill a bucket, uint8, and add to the digests, int64."""
-        self._program.pack(*self._arguments(self._parameters, space, digests))
-
-    def pack_from(
-        self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor
-    ) -> None:
-        """`pack` from others of the same shapes and dtypes: those of another version."""
         self._program.pack(*self._arguments(parameters, space, digests))
 
-    def unpack(self, space: torch.Tensor, digests: torch.Tensor) -> None:
+    def unpack(self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor) -> None:
         """Write the parameters from a bucket, uint8, and add to the digests, int64."""
-        self._program.unpack(*self._arguments(self._parameters, space, digests))
+        self._program.unpack(*self._arguments(parameters, space, digests))
 
     def _arguments(
         self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor
@@ -100,14 +102,16 @@ class _ReceiverBucket:
         """What arrives for so many changes, or for WHOLE."""
         return self.num_bytes if count == WHOLE else count * bytes_per_change(self.num_bytes)
 
-    def unpack(self, arrived: torch.Tensor, count: int, held: torch.Tensor, digests: torch.Tensor) -> None:
-        """Write the parameters; ``held`` is room for the bucket as this rank holds it."""
-        whole = arrived[: self.num_bytes]
-        if count != WHOLE:
-            whole = held[: self.num_bytes]
-            self.copies.pack(whole, torch.zeros_like(digests))
-            apply_changes(whole, arrived[: self.num_bytes_of(count)], count)
-        self.copies.unpack(whole, digests)
+    def whole(
+        self, live: Sequence[torch.Tensor], arrived: torch.Tensor, count: int, held: torch.Tensor
+    ) -> torch.Tensor:
+        """The bucket's bytes; ``held`` is room for the bucket as the live parameters have it."""
+        if count == WHOLE:
+            return arrived[: self.num_bytes]
+        whole = held[: self.num_bytes]
+        self.copies.pack(live, whole, torch.zeros(len(live), dtype=torch.int64, device=held.device))
+        apply_changes(whole, arrived[: self.num_bytes_of(count)], count)
+        return whole
 
 
 class Receiver:
@@ -137,6 +141,7 @@ class Receiver:
         self._padding: list[tuple[int, int]] = []
         self._buckets: list[_ReceiverBucket] = []
         self._held = NO_BASE  # the version that was verified last
+        self._second: SecondCopy | None = None
 
     def connect(self, timeout_s: float) -> None:
         """Report what this rank holds and take the plan's instructions.
@@ -155,8 +160,59 @@ class Receiver:
         """
         what = f"receiving version {version}"
         held, self._held = self._held, NO_BASE
-        self._together(lambda: self._transfer(version, held, plan_hash, Deadline(timeout_s)), what)
+        deadline = Deadline(timeout_s)
+        self._together(lambda: self._transfer(version, held, plan_hash, deadline, self._order), what)
         self._held = version
+
+    def stage(self, version: int, plan_hash: str, timeout_s: float, place: Place) -> None:
+        """Begin to receive one version beside the live parameters; returns at once.
+
+        The first sender hears whether this rank has verified it.
+
+        Raises:
+            WeightUpdateError: a version is still arriving.
+        """
+        if self._second is None:
+            self._second = SecondCopy(self._order, place)
+        deadline = Deadline(timeout_s)
+        self._second.begin(version, lambda copy: self._arrive(version, plan_hash, deadline, copy))
+
+    def take(self, version: int, timeout_s: float) -> None:
+        """Replace the live parameters by the version that was staged.
+
+        Raises:
+            WeightUpdateError: on every rank of the engine, where any of them has not verified it; the live
+                parameters are as they were.
+        """
+        second = self._second
+
+        def check() -> None:
+            if second is None:
+                raise WeightUpdateError("nothing was staged")
+            second.require(version, Deadline(timeout_s))
+
+        self._together(check, f"taking version {version}")
+        assert second is not None, "checked above"
+        second.copy_to(self._order)
+        self._held = version
+
+    def close(self) -> None:
+        """Wait for a version that still arrives, at most until its deadline: the group will be left."""
+        if self._second is not None:
+            self._second.close()
+
+    def _arrive(self, version: int, plan_hash: str, deadline: Deadline, copy: Sequence[torch.Tensor]) -> None:
+        """Receive into the second copy, and tell the first sender how that went."""
+        try:
+            self._transfer(version, self._held, plan_hash, deadline, copy)
+        except (RuntimeError, ValueError):
+            self._tell(FAILED, deadline)
+            raise
+        self._tell(VERIFIED, deadline)
+
+    def _tell(self, result: int, deadline: Deadline) -> None:
+        word = torch.tensor([result], dtype=torch.int64, device=transfer_device(self._group))
+        deadline.wait(start_send(self._group, self._senders[0], word), "telling the first sender the result")
 
     def _together(self, action: Callable[[], None], what: str) -> None:
         failure: Exception | None = None
@@ -201,7 +257,9 @@ class Receiver:
         ]
         self._plan_hash = instructions["plan_hash"]
 
-    def _transfer(self, version: int, held: int, plan_hash: str, deadline: Deadline) -> None:
+    def _transfer(
+        self, version: int, held: int, plan_hash: str, deadline: Deadline, target: Sequence[torch.Tensor]
+    ) -> None:
         if plan_hash != self._plan_hash:
             raise WeightUpdateError(
                 f"the publication follows plan {plan_hash[:12]}, this rank knows {self._plan_hash[:12]}"
@@ -211,8 +269,8 @@ class Receiver:
         if len(bases) > 1:
             raise WeightUpdateError(f"the senders tell changes of different versions: {sorted(bases)}")
         for shard_idx, first_row in self._padding:
-            self._order[shard_idx][first_row:].zero_()
-        digests = self._receive_buckets(deadline, as_changes=bases != {NO_BASE})
+            target[shard_idx][first_row:].zero_()
+        digests = self._receive_buckets(deadline, target, as_changes=bases != {NO_BASE})
         self._verify(digests, senders, deadline)
 
     def _check_header(self, sender: int, version: int, held: int, deadline: Deadline) -> int:
@@ -230,7 +288,9 @@ class Receiver:
             )
         return base
 
-    def _receive_buckets(self, deadline: Deadline, as_changes: bool) -> torch.Tensor:
+    def _receive_buckets(
+        self, deadline: Deadline, target: Sequence[torch.Tensor], as_changes: bool
+    ) -> torch.Tensor:
         """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
         device = transfer_device(self._group)
         digests = torch.zeros(len(self._order), dtype=torch.int64, device=device)
@@ -251,7 +311,8 @@ class Receiver:
                 if (pending := arriving[bucket_idx - 1]) is not None:
                     deadline.wait(*pending)
                 bucket, space = self._buckets[bucket_idx - 1], spaces[(bucket_idx - 1) % 2]
-                bucket.unpack(space, counts[bucket_idx - 1], held, digests)
+                whole = bucket.whole(self._order, space, counts[bucket_idx - 1], held)
+                bucket.copies.unpack(target, whole, digests)
         return digests
 
     def _receive_count(self, bucket_idx: int, deadline: Deadline) -> int:

@@ -4,7 +4,8 @@
                   expects it; ranks 0..S-1 are the trainer's, S + r is rank r of the engine
     BucketSender: header to every receiver -> buckets in the plan's order, one packed while the last one
                   leaves -> digests. Where the engine holds an earlier version that this side has kept, a
-                  bucket is told as what changed since, unless that is longer
+                  bucket is told as what changed since, unless that is longer. Where the engine stages the
+                  version, its ranks tell the first sender whether they have verified it
 
 Every wait is under a deadline; after any error the group is broken and must be left.
 """
@@ -30,6 +31,7 @@ from asyncrl.weights.plan import Bucket, TransferPlan
 from asyncrl.weights.receiver import BucketCopies
 from asyncrl.weights.wire import (
     NO_BASE,
+    VERIFIED,
     WHOLE,
     Deadline,
     WeightUpdateError,
@@ -37,6 +39,7 @@ from asyncrl.weights.wire import (
     changes_between,
     header_of,
     staging,
+    start_receive,
     start_send,
     transfer_device,
 )
@@ -93,20 +96,24 @@ def join_group(
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """The parameters of an earlier version, in the order of the sender's own."""
+class Version:
+    """The parameters of one version, in the order of the sender's layouts."""
 
     version: int
     parameters: Sequence[torch.Tensor]
 
 
 class BucketSender:
-    """One trainer rank's part of a plan, ready to be sent again for every version."""
+    """One trainer rank's part of a plan, ready to be sent again for every version.
+
+    ``parameters`` stand for those of all versions: the same shapes, dtypes and device.
+    """
 
     def __init__(
         self, plan: TransferPlan, rank: int, group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]
     ) -> None:
         self._plan = plan
+        self._is_first = rank == 0
         self._group = group
         self._buckets = [
             (bucket, self._copies(bucket, parameters)) for bucket in plan.buckets if bucket.sender == rank
@@ -120,27 +127,43 @@ class BucketSender:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def send(self, version: int, timeout_s: float, base: Base | None = None) -> int:
+    def send(
+        self, version: Version, timeout_s: float, base: Version | None = None, *, staged: bool = False
+    ) -> int:
         """Send this rank's buckets of one version; returns the bytes sent.
 
         Args:
             base: what every rank of the engine holds, to tell changes of.
+            staged: the engine receives beside what it serves; the first sender waits until all of the
+                engine's ranks have verified the version.
 
         Raises:
             WeightUpdateError: names the engine rank that did not take its part in time.
         """
         deadline = Deadline(timeout_s)
         receivers = sorted({bucket.receiver for bucket, _ in self._buckets})
-        header = header_of(version, base.version if base else NO_BASE, self._plan.plan_hash)
+        header = header_of(version.version, base.version if base else NO_BASE, self._plan.plan_hash)
         header = header.to(transfer_device(self._group))
         for receiver in receivers:
             self._send_now(receiver, header, "the header", deadline)
-        num_bytes, digests = self._send_buckets(deadline, base)
+        num_bytes, digests = self._send_buckets(version.parameters, deadline, base)
         for receiver in receivers:
             self._send_now(receiver, digests[receiver], "digests", deadline)
+        if staged and self._is_first:
+            self._await_results(version.version, deadline)
         return num_bytes
 
-    def _send_buckets(self, deadline: Deadline, base: Base | None) -> tuple[int, list[torch.Tensor]]:
+    def _await_results(self, version: int, deadline: Deadline) -> None:
+        for receiver in range(len(self._plan.receivers)):
+            result = torch.zeros(1, dtype=torch.int64, device=transfer_device(self._group))
+            work = start_receive(self._group, self._group_rank(receiver), result)
+            deadline.wait(work, f"engine rank {receiver} verifying version {version}")
+            if int(result) != VERIFIED:
+                raise WeightUpdateError(f"engine rank {receiver} could not verify version {version}")
+
+    def _send_buckets(
+        self, parameters: Sequence[torch.Tensor], deadline: Deadline, base: Version | None
+    ) -> tuple[int, list[torch.Tensor]]:
         """Returns the bytes sent and, per receiver, the digest of each of its parameters as far as this rank
         has them."""
         device = transfer_device(self._group)
@@ -157,10 +180,10 @@ class BucketSender:
             if bucket_idx >= 2:
                 _finish(leaving[bucket_idx - 2], deadline)
             space = spaces[bucket_idx % 2, : bucket.num_bytes]
-            copies.pack(space, digests[bucket.receiver])
+            copies.pack(parameters, space, digests[bucket.receiver])
             if base is not None:
                 old = before[: bucket.num_bytes]
-                copies.pack_from(base.parameters, old, torch.zeros_like(digests[bucket.receiver]))
+                copies.pack(base.parameters, old, torch.zeros_like(digests[bucket.receiver]))
                 space = self._send_size(bucket, old, space, deadline)
             leaving.append(self._start(bucket, bucket_idx, space) if len(space) else None)
             num_bytes += len(space)

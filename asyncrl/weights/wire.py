@@ -5,6 +5,7 @@
     bucket:    packed bytes. Where the header names a base, the version whose bucket the receiver holds, it is
                preceded by the number of changes, or WHOLE, and may be told as changes
     digests:   one int64 per parameter of the receiver, always of whole buckets
+    result:    VERIFIED or FAILED, from a receiver to the first sender, of a version that was staged
 
 Every wait is under a `Deadline`. This module runs inside the engine's process, whose environment may hold
 nothing of ours but this file, the receiver and the extension.
@@ -27,6 +28,7 @@ MAX_MESSAGE_BYTES = 1 << 31
 STAGING_ALIGNMENT = 256
 NO_BASE = -1
 WHOLE = -1
+FAILED, VERIFIED = 0, 1
 
 
 class WeightUpdateError(RuntimeError):
@@ -40,9 +42,14 @@ class Deadline:
         self.timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds; negative once it has passed."""
+        return self._end - time.monotonic()
+
     def wait(self, work: dist.Work, what: str) -> None:
         """Finish a transfer, or raise `WeightUpdateError` that says what did not happen."""
-        left = self._end - time.monotonic()
+        left = self.left_s
         if left <= 0:
             raise WeightUpdateError(f"{what}: not within {self.timeout_s:.0f} s")
         try:

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,14 +34,15 @@ from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.wire import WeightUpdateError
 from tests.distributed.forked import run_roles
+from tests.distributed.publish_case import TIMEOUT_S, Case
 from tests.distributed.publish_worker import (
-    TIMEOUT_S,
-    Case,
     all_agree,
     engine_parameters,
     flip_one_bit,
     join_as_engine,
+    publish,
     start_default_group,
+    take_version,
     trainer_chunks,
 )
 from tests.shard_reference import Tensors, first_difference
@@ -63,6 +65,11 @@ class FaultCase(Case):
             group_name=f"{self.name}-again",
             master_port=self.ports[2 * len(self.engines) + 2],
         )
+
+    def with_timeout(self, timeout_s: float) -> FaultCase:
+        other = copy(self)
+        other.timeout_s = timeout_s
+        return other
 
     @property
     def again_port(self) -> int:
@@ -97,6 +104,7 @@ def arm_sender(phase: str) -> None:
 
 def arm_receiver(phase: str) -> None:
     words = {"header": "waiting for version", "bucket": "waiting for bucket 2", "digests": "the digests"}
+    words["result"] = "telling the first sender"
     if phase == "connect":
         die_before(Receiver, "_exchange", lambda *_: True)
     else:
@@ -124,7 +132,7 @@ def run_trainer(case: FaultCase, rank: int) -> str:
             arm_sender(case.when)
         try:
             publisher.connect(case.endpoint(0))
-            publisher.publish([case.endpoint(0)], 1)
+            publish(case, publisher, [case.endpoint(0)], tensors, 1)
         except RuntimeError:  # of ours or of torch: a trainer that lost a rank cannot go on
             return ""
         return "the trainer did not notice that its rank 1 is gone"
@@ -137,17 +145,19 @@ def publish_around_the_fault(case: FaultCase, rank: int, publisher: Publisher, t
         return f"connecting: {reasons}"
     started = time.monotonic()
     taking_part = [case.endpoint(idx) for idx, reason in enumerate(reasons) if not reason]
-    failed = {failure.engine for failure in publisher.publish(taking_part, 1).failures}
+    failed = {f.engine for f in publish(case, publisher, taking_part, tensors, 1).failures}
     if failed - {"engine0"} or time.monotonic() - started > case.timeout_s + 5.0:
         return f"failed: {failed}, after {time.monotonic() - started:.1f} s"
     publisher.disconnect("engine0")
     # A busy machine may be slow to start a successor; only the fault itself gets the short deadline.
     publisher._handshake = replace(publisher._handshake, timeout_s=TIMEOUT_S)
+    for name, tensor in trainer_chunks(case, rank, version=1)[1].items():
+        tensors[name].copy_(tensor)
     publisher.connect(case.again())
     refill = publisher.publish([case.again()], 1)
     for name, tensor in trainer_chunks(case, rank, version=2)[1].items():
         tensors[name].copy_(tensor)
-    following = publisher.publish([case.again(), case.endpoint(1)], 2)
+    following = publish(case, publisher, [case.again(), case.endpoint(1)], tensors, 2)
     return "; ".join(str(failure) for failure in (*refill.failures, *following.failures))
 
 
@@ -171,20 +181,23 @@ def run_engine(case: FaultCase, engine_idx: int, tp_rank: int) -> str:
     if case.who != "sender" and engine_idx == 1:
         receiver.connect(TIMEOUT_S)
         return receive(case, receiver, parameters, tp_size, tp_rank)
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
     started = time.monotonic()
-    reason = fail(case, receiver, tp_rank)
+    reason = fail(case, receiver, parameters, tp_rank)
     seconds = time.monotonic() - started
     if not reason or seconds > case.timeout_s + 7.0:
         return f"after {seconds:.1f} s: {reason or 'the version was taken'}"
     if case.who == "sender" and not any(word in reason for word in ("rank", "sender")):
         return f"names no peer: {reason}"
+    if case.staged and (difference := first_difference(parameters, before)):
+        return f"the live weights changed: {difference}"
     if case.who != "refill":
         return ""
     dist.destroy_process_group(group)
     return come_back(case, parameters, tp_rank)
 
 
-def fail(case: FaultCase, receiver: Receiver, tp_rank: int) -> str:
+def fail(case: FaultCase, receiver: Receiver, parameters: Tensors, tp_rank: int) -> str:
     """Take part until the fault; returns the error, or an empty string if there was none."""
     if case.who == "engine" and tp_rank == VICTIM:
         arm_receiver(case.when)
@@ -196,7 +209,7 @@ def fail(case: FaultCase, receiver: Receiver, tp_rank: int) -> str:
             time.sleep(case.timeout_s + 1.0)
             return "stalled"
         plan_hash = "0" * 64 if case.when == "other plan" else receiver._plan_hash
-        receiver.receive(1, plan_hash, case.timeout_s)
+        take_version(case, receiver, parameters, 1, plan_hash)
     except RuntimeError as error:  # of torch, where a rank of this engine died
         return str(error)
     return ""
@@ -212,15 +225,22 @@ def come_back(case: FaultCase, parameters: Tensors, tp_rank: int) -> str:
     group = join_as_engine(case, case.again(), tp_rank)
     receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
     receiver.connect(TIMEOUT_S)
-    return receive(case, receiver, parameters, case.engines[0], tp_rank)
+    receiver.receive(1, receiver._plan_hash, TIMEOUT_S)  # alone, so not beside anything
+    expected = engine_parameters(case, case.engines[0], tp_rank, version=1)
+    difference = first_difference(parameters, expected)
+    return difference or receive(case, receiver, parameters, case.engines[0], tp_rank, first=2)
 
 
-def receive(case: FaultCase, receiver: Receiver, parameters: Tensors, tp_size: int, tp_rank: int) -> str:
-    """Versions 1 and 2, each byte-equal to the reference."""
-    for version in (1, 2):
-        receiver.receive(version, receiver._plan_hash, TIMEOUT_S)
+def receive(
+    case: FaultCase, receiver: Receiver, parameters: Tensors, tp_size: int, tp_rank: int, first: int = 1
+) -> str:
+    """Versions up to 2, each byte-equal to the reference."""
+    for version in range(first, 3):
+        # A busy machine may be slow to start a successor; who has no fault waits for it.
+        patient = case.with_timeout(TIMEOUT_S)
+        difference = take_version(patient, receiver, parameters, version, receiver._plan_hash)
         expected = engine_parameters(case, tp_size, tp_rank, version=version)
-        difference = first_difference(parameters, expected)
+        difference = difference or first_difference(parameters, expected)
         if difference:
             return f"version {version}: {difference}"
     return ""

@@ -17,7 +17,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,11 @@ from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher, PublishStats
 from asyncrl.weights.receiver import Receiver
-from asyncrl.weights.wire import WeightUpdateError
+from asyncrl.weights.wire import Deadline, WeightUpdateError
 from tests.distributed.forked import fork_roles
-from tests.moe_reference import ExpertCut
-from tests.shard_reference import (
-    Tensors,
-    engine_tensors,
-    first_difference,
-    geometry,
-    megatron_tensors,
-    random_model,
-)
+from tests.distributed.publish_case import TIMEOUT_S, Case
+from tests.shard_reference import Tensors, first_difference, megatron_tensors
 
-TIMEOUT_S = 60.0
-FAULT_TIMEOUT_S = 8.0
 PADDED_VOCAB = 128
 NUM_PER_SIDE = 4
 REFUSED_MODELS = {
@@ -52,90 +42,6 @@ REFUSED_MODELS = {
 
 
 WRONG_DIGEST = ("did not arrive as it was sent", "another rank of this engine failed")
-
-
-class Case:
-    """What cases.json says about one case, and where its processes meet."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.name: str = fields["name"]
-        self.tp, self.pp, self.dp, self.vpp = (int(fields.get(key, 1)) for key in ("tp", "pp", "dp", "vpp"))
-        self.ep, self.etp = int(fields.get("ep", 1)), int(fields.get("etp", 1))
-        self.te, self.grouped = bool(fields.get("te")), bool(fields.get("grouped"))
-        self.engines: list[int] = fields.get("engines", [1])
-        self.engine_ep = int(fields.get("engine_ep", 1))
-        self.trainer_dtype = getattr(torch, fields.get("trainer_dtype", "float32"))
-        self.engine_dtype = getattr(torch, fields.get("engine_dtype", "float32"))
-        self.bucket_bytes: int = fields.get("bucket_bytes", 2000)
-        self.fault: str = fields.get("fault", "")
-        self.changed: list[float] = fields.get("changed", [1.0])  # per publication after the first
-        self.ports: list[int] = fields["ports"]  # trainer group, engine groups, weight groups
-        self.geometry = geometry(fields.get("family", "llama"), **fields.get("geometry", {}))
-        self.timeout_s = FAULT_TIMEOUT_S if self.fault else TIMEOUT_S
-
-    @property
-    def delta(self) -> bool:
-        return self.changed != [1.0]
-
-    def share_changed(self, version: int) -> float:
-        return self.changed[version - 2] if version - 2 < len(self.changed) else 1.0
-
-    def model(self, version: int) -> Tensors:
-        """The whole model of a version; 0 is what nobody publishes. Of the elements of every parameter the
-        share ``changed`` differs from the version before."""
-        after = random_model(self.geometry, version)
-        if version <= 1 or self.share_changed(version) == 1.0:
-            return after
-        before = self.model(version - 1)
-        generator = torch.Generator().manual_seed(version)
-        chosen = {
-            name: torch.rand(tensor.shape, generator=generator) < self.share_changed(version)
-            for name, tensor in after.items()
-        }
-        return {name: torch.where(chosen[name], after[name], before[name]) for name in after}
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return min(self.trainer_dtype, self.engine_dtype, key=lambda dtype: dtype.itemsize)
-
-    def engine_tensors(self, version: int, tp_size: int, tp_rank: int) -> Tensors:
-        return engine_tensors(self.geometry, self.model(version), tp_size, tp_rank, self.engine_ep)
-
-    @property
-    def num_trainers(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def endpoint(self, engine_idx: int) -> EngineEndpoint:
-        port = self.ports[1 + len(self.engines) + engine_idx]
-        name = f"engine{engine_idx}"
-        group = f"{self.name}-{name}"
-        return EngineEndpoint(name, self.engines[engine_idx], group, "127.0.0.1", port, self.engine_ep)
-
-    def expert_cut(self, rank: int) -> ExpertCut:
-        """Neighbours in a pipeline stage share an expert; those after them hold the next ones."""
-        place = rank % (self.tp * self.dp)
-        ep_rank, etp_rank = place // self.etp % self.ep, place % self.etp
-        return ExpertCut(self.ep, ep_rank, self.etp, etp_rank, self.te, self.grouped)
-
-    @property
-    def versions(self) -> range:
-        return range(1, len(self.changed) + 2)
-
-    def is_over_after(self, version: int) -> bool:
-        """Faults strike in the first publication, those of changes in the second."""
-        return bool(self.fault) and (version > 1 or not self.delta)
-
-    def trainer_of(self, process: int) -> int | None:
-        """The trainer rank of a trainer process, or None where the case does not use it."""
-        return process if process < self.num_trainers else None
-
-    def engine_of(self, process: int) -> tuple[int, int] | None:
-        """(engine, rank in it) of an engine process, or None where the case does not use it."""
-        for engine_idx, tp_size in enumerate(self.engines):
-            if process < tp_size:
-                return engine_idx, process
-            process -= tp_size
-        return None
 
 
 def wait_for_store(port: int) -> None:
@@ -203,7 +109,7 @@ def run_trainer(case: Case, rank: int) -> str:
     for version in case.versions:
         for name, tensor in trainer_chunks(case, rank, version)[1].items():
             tensors[name].copy_(tensor)
-        stats = publisher.publish(endpoints, version)
+        stats = publish(case, publisher, endpoints, tensors, version)
         problem = check_stats(case, version, stats)
         if problem or case.is_over_after(version):
             return problem
@@ -212,10 +118,23 @@ def run_trainer(case: Case, rank: int) -> str:
     return ""
 
 
+def publish(
+    case: Case, publisher: Publisher, endpoints: list[EngineEndpoint], tensors: Tensors, version: int
+) -> PublishStats:
+    """From the parameters, or from a copy while they change."""
+    sending = publisher.begin(endpoints, version, staged=case.staged, from_copy=case.staged)
+    if case.staged:
+        for tensor in tensors.values():
+            tensor.fill_(3.0)
+    return publisher.finish(sending)
+
+
 def check_stats(case: Case, version: int, stats: PublishStats) -> str:
     failed = [failure.engine for failure in stats.failures]
     # An engine that refuses a version takes none of it, so that the sender's deadline passes.
     refusing = ("plan_mismatch", "version_mismatch", "receiver_stalled", "base_mismatch")
+    if case.staged:  # and one that could not verify it says so
+        refusing = (*refusing, "bit_flipped", "bit_flipped_in_changes", "base_spoiled")
     expected = ["engine0"] if case.fault in refusing and case.is_over_after(version) else []
     if failed != expected:
         return f"failed engines {stats.failures}, expected {expected}"
@@ -272,12 +191,17 @@ def flip_one_bit(bucket_idx: int) -> None:
     original = receiver_module.BucketCopies.unpack
     unpacked = 0
 
-    def unpack(self: receiver_module.BucketCopies, space: torch.Tensor, digests: torch.Tensor) -> None:
+    def unpack(
+        self: receiver_module.BucketCopies,
+        parameters: list[torch.Tensor],
+        space: torch.Tensor,
+        digests: torch.Tensor,
+    ) -> None:
         nonlocal unpacked
         if unpacked == bucket_idx:
             space[len(space) // 2] ^= 4
         unpacked += 1
-        original(self, space, digests)
+        original(self, parameters, space, digests)
 
     receiver_module.BucketCopies.unpack = unpack  # type: ignore[method-assign]
 
@@ -318,15 +242,37 @@ def receive_versions(
         if version > 1 and victim:
             spoil_what_is_held(case, receiver, parameters)
         started = time.monotonic()
+        before = {name: tensor.clone() for name, tensor in parameters.items()}
         try:
-            receiver.receive(version, plan_hash, case.timeout_s)
+            difference = take_version(case, receiver, parameters, version, plan_hash)
         except WeightUpdateError as error:
+            if case.staged and (difference := first_difference(parameters, before)):
+                return f"failed, and changed the live weights: {difference}"
             return check_engine_failure(case, str(error), time.monotonic() - started, engine_idx, tp_rank)
+        if difference:
+            return difference
         expected = engine_parameters(case, case.engines[engine_idx], tp_rank, version)
         difference = first_difference(parameters, expected)
         if difference or case.is_over_after(version):
             return difference
     return ""
+
+
+def take_version(case: Case, receiver: Receiver, parameters: Tensors, version: int, plan_hash: str) -> str:
+    """Into the live weights, or beside them; returns what of them changed too early."""
+    if not case.staged:
+        receiver.receive(version, plan_hash, case.timeout_s)
+        return ""
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+    receiver.stage(version, plan_hash, case.timeout_s, "device")
+    assert receiver._second is not None
+    try:
+        receiver._second.require(version, Deadline(case.timeout_s))
+    except WeightUpdateError:
+        receiver.take(version, case.timeout_s)  # all ranks together
+    difference = first_difference(parameters, before)
+    receiver.take(version, case.timeout_s)
+    return f"the live weights changed before they were to: {difference}" if difference else ""
 
 
 def spoil_what_is_held(case: Case, receiver: Receiver, parameters: Tensors) -> None:

@@ -69,12 +69,22 @@ DELTAS: list[dict[str, Any]] = [
     {"name": "changes-cast", "tp": 2, "engines": [2], "engine_dtype": "bfloat16", "changed": [0.02, 0.9]},
     {"name": "changes-widened", "pp": 2, "engines": [2], "trainer_dtype": "bfloat16", "changed": [0.02, 0.9]},
 ]
+# Beside what the engine serves, from a copy of parameters that change meanwhile.
+STAGED: list[dict[str, Any]] = [
+    {"name": "staged", "tp": 2, "pp": 2, "engines": [2]},
+    {"name": "staged-to-two-engines", "dp": 2, "engines": [2, 1], "family": "qwen2"},
+    {"name": "staged-experts", **MOE, "dp": 2, "ep": 2, "engines": [2], "engine_ep": 2},
+    {"name": "staged-cast", "tp": 2, "engines": [2], "engine_dtype": "bfloat16"},
+    {"name": "staged-changes", "tp": 2, "pp": 2, "engines": [2], "changed": [0.02, 0.0, 0.05, 0.9]},
+]
 # Those that wait for a deadline come last: who has nothing to do meanwhile looks for its next rendezvous ever
 # more rarely, and a case with a short deadline must not pay for that.
 FAULTS: list[dict[str, Any]] = [
     {"fault": "base_spoiled", "tp": 2, "engines": [2], "changed": [0.02]},
     {"fault": "bit_flipped_in_changes", "tp": 2, "engines": [2], "changed": [0.02]},
     {"fault": "bit_flipped", "tp": 2, "engines": [2]},
+    {"fault": "bit_flipped", "tp": 2, "engines": [2, 1], "staged": True},
+    {"fault": "base_spoiled", "tp": 2, "engines": [2], "changed": [0.02], "staged": True},
     {"fault": "other_model", "tp": 2, "engines": [2]},
     {"fault": "other_padding", "tp": 2, "engines": [2]},
     {"fault": "receiver_stalled", "tp": 2, "engines": [1, 1]},
@@ -82,11 +92,18 @@ FAULTS: list[dict[str, Any]] = [
     {"fault": "version_mismatch"},
     {"fault": "base_mismatch", "tp": 2, "changed": [0.02]},
 ]
+
+
+def fault_name(case: dict[str, Any]) -> str:
+    return f"{case['fault']}{'_staged' if case.get('staged') else ''}"
+
+
 CASES = [
     *LAYOUTS,
     *EXPERTS,
     *DELTAS,
-    *({**case, "name": case["fault"], "bucket_bytes": 1000} for case in FAULTS),
+    *({**case, "staged": True} for case in STAGED),
+    *({**case, "name": fault_name(case), "bucket_bytes": 1000} for case in FAULTS),
 ]
 
 

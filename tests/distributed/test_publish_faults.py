@@ -18,7 +18,17 @@ REFILL: list[dict[str, Any]] = [
     {"fault": f"refill:{how}", "engines": [2, 1], "changed": [0.05]}  # version 2 is told as changes
     for how in ("flipped bit", "stalled", "other plan")
 ]
-CASES = [{**case, "name": case["fault"], "tp": 2, "bucket_bytes": 1000} for case in SENDER + ENGINE + REFILL]
+STAGED: list[dict[str, Any]] = [
+    {"fault": "sender:bucket", "engines": [2]},
+    {"fault": "sender:digests", "engines": [2]},
+    *({"fault": f"engine:{phase}", "engines": [2, 1]} for phase in ("header", "bucket", "digests", "result")),
+    {"fault": "refill:flipped bit", "engines": [2, 1], "changed": [0.05]},
+]
+FAULTS = [*SENDER, *ENGINE, *REFILL, *({**case, "staged": True} for case in STAGED)]
+CASES = [
+    {**case, "name": case["fault"] + (":staged" if "staged" in case else ""), "tp": 2, "bucket_bytes": 1000}
+    for case in FAULTS
+]
 NUM_SURVIVORS = {"sender": 3, "engine": 6, "refill": 5}
 """Processes that report, of those of a case."""
 

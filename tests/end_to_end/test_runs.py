@@ -100,8 +100,10 @@ def test_a_name_in_use_is_refused(finished: Run, capsys: pytest.CaptureFixture[s
 
 
 def test_ctrl_c_leaves_nothing_running_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    """With publications that are under way while training goes on."""
     before = shared_memory()
-    run = start_run(tmp_path / "stopped", "train.steps=500", "checkpoint.every=1", "weights.verify=false")
+    settings = ("checkpoint.every=1", "weights.verify=false", "weights.stage=device", "weights.overlap=true")
+    run = start_run(tmp_path / "stopped", "train.steps=500", *settings)
     run.wait_until(lambda: len(run.steps()) >= 3, START_S)
     pids = run.processes()
     asked = time.monotonic()

@@ -119,6 +119,40 @@ async def test_retract_across_an_update_attests_every_token(
     await engine.leave_weight_group(endpoint.group_name)
 
 
+async def test_a_version_is_staged_while_the_engine_samples(
+    engine: SGLangEngine,
+    trainer: tuple[Publisher, dict[str, torch.Tensor]],
+    references: tuple[Reference, Reference],
+) -> None:
+    publisher, _ = trainer
+    endpoint = await connect(engine, publisher)
+    plan_hash = publisher.plan_hash(engine.name)
+    before = await engine.checksums()
+    request = GenerateRequest(new_rid(), PROMPT, 400)
+    running = await start(engine, request)
+    await engine.stage_weights("device", endpoint.group_name, 1, plan_hash, TIMEOUT_S_WEIGHTS)
+    sending = await asyncio.to_thread(publisher.begin, [endpoint], 1, staged=True, from_copy=True)
+    stats = await asyncio.to_thread(publisher.finish, sending)  # every rank has verified it
+    assert stats.failures == ()
+    assert not running.done() and await engine.version() == 0
+    assert await engine.checksums() == before
+    await engine.pause("retract")
+    with pytest.raises(EngineError, match="version 2 was not staged, version 1 was"):
+        await engine.receive_weights("take", endpoint.group_name, 2, plan_hash, 5)
+    assert await engine.checksums() == before and await engine.version() == 0
+    await engine.receive_weights("take", endpoint.group_name, 1, plan_hash, 5)
+    await engine.resume()
+    generation = await running
+    assert [segment.policy_version for segment in generation.segments] == [0, 1]
+    prefix = request.token_ids
+    for segment in generation.segments:
+        expected = references[segment.policy_version].logprobs(prefix + segment.token_ids)
+        assert_logprobs_equal(list(segment.logprobs), expected[len(prefix) - 1 :])
+        prefix += segment.token_ids
+    publisher.disconnect(engine.name)
+    await engine.leave_weight_group(endpoint.group_name)
+
+
 async def test_a_refused_publication_leaves_the_version(
     engine: SGLangEngine, trainer: tuple[Publisher, dict[str, torch.Tensor]]
 ) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 from asyncrl.control.messages import EngineStatus, Plan, PublicationResult, RunState
-from asyncrl.engines.base import PauseMode, WeightAction, WeightGroup
+from asyncrl.engines.base import EngineError, PauseMode, StagePlace, WeightAction, WeightGroup
 from asyncrl.engines.scripted import ScriptedEngine
 from tests.sim.loop import SimLoop
 
 NUM_RANKS = 2
 MAX_LATENCY_S = 0.2
 OWN, MIXED = -1, -2
-METHODS = ("pause", "resume", "join_weight_group", "leave_weight_group", "receive_weights")
+METHODS = ("pause", "resume", "join_weight_group", "leave_weight_group", "receive_weights", "stage_weights")
 
 
 @dataclass
@@ -43,6 +44,7 @@ class SimEngine(ScriptedEngine):
         self.incarnation = incarnation
         self.holds = OWN
         self.receiving = -1
+        self.staging: asyncio.Task[None] | None = None
         self.group = ""
         self.arrived: set[tuple[str, int, int]] = set()  # (group, version, sender rank)
         self.corrupt = False
@@ -95,7 +97,14 @@ class SimEngine(ScriptedEngine):
             self._history.broken.append(f"{self.name} receives while it samples")
         if plan_hash != plan_of(self.name, self.incarnation).plan_hash:
             raise self._error(f"follows another plan than {plan_hash}")
-        self.receiving, self.group, self.holds, self.corrupt = version, group_name, MIXED, False
+        self.holds = MIXED
+        if action == "publish":
+            await self._take_halves(group_name, version, timeout_s)
+        await super().receive_weights(action, group_name, version, plan_hash, timeout_s)
+        self.holds = version
+
+    async def _take_halves(self, group_name: str, version: int, timeout_s: float) -> None:
+        self.receiving, self.group, self.corrupt = version, group_name, False
         wanted = {(group_name, version, rank) for rank in range(NUM_RANKS)}
         try:
             async with asyncio.timeout(timeout_s):
@@ -108,8 +117,21 @@ class SimEngine(ScriptedEngine):
             self.receiving = -1
         if self.corrupt:
             raise self._error("digests differ")
-        await super().receive_weights(action, group_name, version, plan_hash, timeout_s)
-        self.holds = version
+
+    async def stage_weights(
+        self, place: StagePlace, group_name: str, version: int, plan_hash: str, timeout_s: float
+    ) -> None:
+        await self._enter("stage_weights")
+        await super().stage_weights(place, group_name, version, plan_hash, timeout_s)
+        if self.staging is not None and not self.staging.done():
+            raise self._error(f"version {self.receiving} is still arriving")
+        self._staged = -1
+        self.staging = self._loop.create_task(self._stage(group_name, version, timeout_s))
+
+    async def _stage(self, group_name: str, version: int, timeout_s: float) -> None:
+        with contextlib.suppress(EngineError):
+            await self._take_halves(group_name, version, timeout_s)
+            self._staged = version
 
     def arrive(self, group: str, version: int, rank: int) -> None:
         """A sender's half is there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncrl.control.coordinator import Coordinator
@@ -21,8 +21,11 @@ from asyncrl.control.messages import (
     FlightName,
     Joined,
     JoinOrder,
+    Landing,
     Publication,
+    PublicationResult,
     RolloutReport,
+    StageOrder,
 )
 from asyncrl.control.protocol import Refused
 from asyncrl.engines.base import EngineError, GenerateRequest, WeightGroup, new_rid
@@ -57,6 +60,7 @@ class FleetWorld:
         self.names = [f"e{i}" for i in range(loop.rng.randint(1, 3))]
         self.faults_left = loop.rng.choice([0, 1, 2, 4, 6])
         self.mode = loop.rng.choice(["abort", "retract", "drain"])
+        self.stages = loop.rng.random() < 0.5
         self.processes: dict[tuple[str, int], SimEngine] = {}
         self.engines: dict[str, SimEngine] = {}  # the newest incarnations
         self.coordinator = Coordinator(
@@ -223,24 +227,50 @@ class FleetWorld:
             return False
         plans = {name: plan_of(name, self.met[name][0]) for name in sorted(names)}
         served = frozenset(e.name for e in state.engines if e.status is EngineStatus.SERVING)
+        order = Publication(version=version, epoch=state.epoch, plans=plans)
         try:
-            order = Publication(version=version, epoch=state.epoch, plans=plans)
-            ready = await self.ask(self.coordinator.prepare, order)
+            if self.stages and not alone:
+                result = await self.stage_and_land(order)
+            else:
+                result = await self.fly(order)
         except Refused:  # the engines have changed, or a rival publishes
             return False
-        flight = FlightName(version=version, epoch=state.epoch)
-        await self.ask(self.coordinator.transfer, flight)
-        sends = [self.send(name, rank, version) for name in ready for rank in range(NUM_RANKS)]
+        check_result(self.history, self.engines, result, served & names)
+        return True
+
+    async def fly(self, order: Publication) -> PublicationResult:
+        ready = await self.ask(self.coordinator.prepare, order)
+        await self.ask(self.coordinator.transfer, FlightName(version=order.version, epoch=order.epoch))
+        failures = await self.send_to_all(ready, order.version)
+        commit = CommitOrder(version=order.version, epoch=order.epoch, failures=failures)
+        result: PublicationResult = await self.ask(self.coordinator.commit, commit)
+        return result
+
+    async def stage_and_land(self, order: Publication) -> PublicationResult:
+        staging = StageOrder(**dict(order), place="device")
+        ready = await self.ask(self.coordinator.stage, staging)
+        failures = await self.send_to_all(ready, order.version)
+        for name in set(ready) - failures.keys():
+            engine = self.processes[name, self.met[name][0]]
+            if engine.staging is not None:
+                await asyncio.wait({engine.staging}, timeout=TIMEOUT_S)
+            if engine._staged != order.version or not engine.alive:
+                failures[name] = f"{name} could not verify"
+                self.met.pop(name)
+        landing = Landing(version=order.version, failures=failures)
+        result: PublicationResult = await self.ask(self.coordinator.land, landing)
+        return result
+
+    async def send_to_all(self, names: Sequence[str], version: int) -> dict[str, str]:
+        """Why some engines did not get all halves; they are met again."""
+        sends = [self.send(name, rank, version) for name in names for rank in range(NUM_RANKS)]
         reasons = await asyncio.gather(*sends)
-        failures = {reason.split()[0]: reason for reason in reasons if reason}
         if self.dead_rank >= 0:
             raise TrainerDied(f"rank {self.dead_rank} was killed")
-        commit = CommitOrder(version=version, epoch=state.epoch, failures=failures)
-        result = await self.ask(self.coordinator.commit, commit)
-        check_result(self.history, self.engines, result, served & names)
+        failures = {reason.split()[0]: reason for reason in reasons if reason}
         for name in failures:
             self.met.pop(name, None)
-        return True
+        return failures
 
     async def send(self, name: str, rank: int, version: int) -> str:
         """One rank's half for one engine; returns why it did not get there."""

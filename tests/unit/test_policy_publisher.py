@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,8 +28,12 @@ class Transport:
     def __init__(self) -> None:
         self.connected: dict[str, EngineEndpoint] = {}
         self.sent: list[tuple[int, list[str]]] = []
+        self.copied: list[int] = []  # versions that were sent from a copy
         self.refuse_next = ""  # why the next meeting fails
-        self.fail_next = ""  # the engine to which the next version cannot be sent
+        self.fail_next = ""  # the engine to which another rank cannot send the next version
+        self.fail_here = ""  # the engine to which this rank cannot
+        self.sending = threading.Event()  # clear: what is sent does not arrive yet
+        self.sending.set()
 
     def connect(self, endpoint: EngineEndpoint) -> None:
         refusal, self.refuse_next = self.refuse_next, ""
@@ -45,20 +51,44 @@ class Transport:
     def manifest_hash(self, name: str) -> str:
         return f"manifest of {name}"
 
-    def publish(self, endpoints: Sequence[EngineEndpoint], version: int) -> PublishStats:
+    def begin(
+        self, endpoints: Sequence[EngineEndpoint], version: int, *, staged: bool, from_copy: bool
+    ) -> SendingNow:
         self.sent.append((version, [endpoint.name for endpoint in endpoints]))
-        failed, self.fail_next = self.fail_next, ""
-        failures = (EngineFailure(failed, "rank 0 could not send"),) if failed else ()
-        return PublishStats(0.1, 0, 0, 0, failures)
+        if from_copy:
+            self.copied.append(version)
+        failed, self.fail_here = self.fail_here, ""
+        return SendingNow(self.sending, {failed: "it did not verify"} if failed else {})
+
+    def finish(self, sending: SendingNow, taken_by: Sequence[str]) -> PublishStats:
+        failures = [EngineFailure(name, reason) for name, reason in sending.failures_here().items()]
+        if self.fail_next:
+            failures.append(EngineFailure(self.fail_next, "rank 1 could not send"))
+            self.fail_next = ""
+        for failure in failures:
+            self.disconnect(failure.engine)
+        return PublishStats(0.1, 0, 0, 0, tuple(failures))
+
+
+@dataclass
+class SendingNow:
+    """Stands for `Sending`."""
+
+    arrived: threading.Event
+    failures: dict[str, str]
+
+    def failures_here(self) -> dict[str, str]:
+        assert self.arrived.wait(10.0), "nobody lets it arrive"
+        return self.failures
 
 
 class Job:
     """Two engines, a coordinator that listens, and the trainer's only rank."""
 
-    def __init__(self, url: str, fleet: Fleet) -> None:
+    def __init__(self, url: str, fleet: Fleet, **weights: Any) -> None:
         self.fleet, self.transport = fleet, Transport()
         self.control = ControlClient(ControlAddress(url, "token"))
-        config = with_settings(engine={"replicas": 2}, weights={"timeout_s": 5.0})
+        config = with_settings(engine={"replicas": 2}, weights={"timeout_s": 5.0, **weights})
         self.publisher = PolicyPublisher(self.transport, self.control, config)  # type: ignore[arg-type]
 
     async def do(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -85,12 +115,23 @@ class Job:
         return {e.name: e.policy_version for e in engines if e.status is EngineStatus.SERVING}
 
 
-@pytest.fixture
-async def job() -> AsyncIterator[Job]:
+@pytest.fixture(params=["none", "device"])
+async def job(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
+    async for job in started(stage=request.param):
+        yield job
+
+
+@pytest.fixture(params=["none", "host"])
+async def overlapping(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
+    async for job in started(stage=request.param, overlap=True):
+        yield job
+
+
+async def started(**weights: Any) -> AsyncIterator[Job]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     fleet = Fleet(2)
     runner, url = await serve(build_app(fleet.coordinator, "token"), "127.0.0.1", 0)
-    yield Job(url, fleet)
+    yield Job(url, fleet, **weights)
     await runner.cleanup()
     dist.destroy_process_group()
 
@@ -149,7 +190,7 @@ async def test_an_engine_that_a_rank_could_not_reach_does_not_serve(job: Job) ->
     job.transport.fail_next = "engine-1"
     await job.do(job.publisher.publish, 1)
     assert job.serving() == {"engine-0": 1}
-    assert job.fleet.coordinator.state.engine("engine-1").reason == "rank 0 could not send"
+    assert job.fleet.coordinator.state.engine("engine-1").reason == "rank 1 could not send"
     await job.do(job.publisher.catch_up, 1)
     assert job.serving() == {"engine-0": 1, "engine-1": 1}
 
@@ -168,3 +209,67 @@ async def test_the_last_engine_gone_is_an_error(job: Job) -> None:
         job.fleet.engines[name].fail_next("receive_weights", "out of memory")
     with pytest.raises(ControlError, match=r"version 1 reached no engine: engine-0: .*out of memory"):
         await job.do(job.publisher.publish, 1)
+
+
+async def test_an_engine_that_did_not_verify_what_was_sent_does_not_serve(job: Job) -> None:
+    await job.start()
+    job.transport.fail_here = "engine-0"
+    times = await job.do(job.publisher.publish, 1)
+    assert job.serving() == {"engine-1": 1} and set(times.paused_s) == {"engine-1"}
+    assert job.fleet.coordinator.state.engine("engine-0").reason == "it did not verify"
+    assert not await job.fleet.engines["engine-0"].ready()  # nobody samples from the old version
+    await job.do(job.publisher.catch_up, 1)
+    assert job.serving() == {"engine-0": 1, "engine-1": 1}
+
+
+async def test_training_goes_on_while_a_version_is_sent(overlapping: Job) -> None:
+    job = overlapping
+    await job.start()
+    await job.do(job.publisher.finish)
+    job.transport.sending.clear()
+    times = await job.do(job.publisher.publish, 1)
+    assert times.num_bytes == 0 and times.paused_s == {}  # nothing ended in it
+    staged = job.publisher._config.weights.stage != "none"
+    assert job.serving() == ({"engine-0": 0, "engine-1": 0} if staged else {})
+    job.transport.sending.set()
+    await job.fleet.coordinator.wait_for_change(job.fleet.coordinator.state.revision, 1.0)
+    while set(job.serving().values()) != {1} or len(job.serving()) < 2:  # though the trainer does not look
+        await asyncio.sleep(0.01)
+    times = await job.do(job.publisher.publish, 2)
+    assert set(times.paused_s) == {"engine-0", "engine-1"}  # by version 1
+    await job.do(job.publisher.finish)
+    assert job.serving() == {"engine-0": 2, "engine-1": 2}
+    assert job.transport.copied == [0, 1, 2]
+
+
+async def test_an_engine_that_fails_while_training_goes_on_is_met_again(overlapping: Job) -> None:
+    job = overlapping
+    await job.start()
+    await job.do(job.publisher.finish)
+    job.fleet.engines["engine-1"].fail_next("receive_weights", "digests differ")
+    await job.do(job.publisher.publish, 1)
+    await job.do(job.publisher.publish, 2)
+    await job.do(job.publisher.finish)
+    assert job.serving() == {"engine-0": 2, "engine-1": 2}
+    assert job.transport.sent[-1] == (2, ["engine-0", "engine-1"])
+
+
+async def test_a_version_that_reached_nobody_ends_the_run_at_the_next_look(overlapping: Job) -> None:
+    job = overlapping
+    await job.start()
+    await job.do(job.publisher.finish)
+    for name in job.fleet.engines:
+        job.fleet.engines[name].fail_next("receive_weights", "out of memory")
+    await job.do(job.publisher.publish, 1)
+    with pytest.raises(ControlError, match=r"version 1 reached no engine: engine-0: .*out of memory"):
+        await job.do(job.publisher.publish, 2)
+
+
+async def test_an_engine_that_will_not_stage_is_left_out() -> None:
+    async for job in started(stage="device"):
+        await job.start()
+        job.fleet.engines["engine-0"].fail_next("stage_weights", "version 7 is still arriving")
+        await job.do(job.publisher.publish, 1)
+        assert job.transport.sent[-1] == (1, ["engine-1"])
+        assert job.serving() == {"engine-1": 1}
+        assert "still arriving" in job.fleet.coordinator.state.engine("engine-0").reason

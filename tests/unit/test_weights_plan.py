@@ -68,11 +68,11 @@ def transfer(
         num_digests = len(targets[receiver])
         table = sender_table(plan, bucket)
         copies = BucketCopies(table, sources[bucket.sender], bucket.num_bytes, num_digests)
-        copies.pack(space, digests[receiver][0])
+        copies.pack(sources[bucket.sender], space, digests[receiver][0])
         told = next(queues[receiver])
         assert (told["sender"], told["num_bytes"]) == (bucket.sender, bucket.num_bytes)
         copies = BucketCopies(array("q", told["segments"]), targets[receiver], bucket.num_bytes, num_digests)
-        copies.unpack(space, digests[receiver][1])
+        copies.unpack(targets[receiver], space, digests[receiver][1])
     return targets, digests
 
 
@@ -207,7 +207,7 @@ def test_digests_see_a_flipped_bit_and_swapped_rows() -> None:
     def digest(values: torch.Tensor) -> int:
         total = torch.zeros(1, dtype=torch.int64)
         space = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        BucketCopies(sender_table(plan, bucket), [values], bucket.num_bytes, 1).pack(space, total)
+        BucketCopies(sender_table(plan, bucket), [values], bucket.num_bytes, 1).pack([values], space, total)
         return int(total)
 
     flipped = rows.clone()
