@@ -9,6 +9,8 @@ done. Peak extra memory is measured (the kernel's high-water mark of resident me
 broadcast as one copy out of its root and one into every receiver.
 
 * asyncrl: each engine rank receives the bytes of its own shard.
+* asyncrl, staged: into a second copy, while the live weights would serve and the trainer would train on; the
+  pause is the local copy alone. The second copies, of the shard on both sides, count as extra memory.
 * gather + broadcast: the ranks of a pipeline stage gather every tensor whole, its first rank broadcasts it to
   all engine ranks, each keeps its slice (as slime and verl do).
 * disk: the trainer writes a Hugging Face directory, engine ranks read their slices (safetensors, mapped).
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from publish_world import MODELS, Outcome, World
 
-METHODS = ("asyncrl", "gather + broadcast", "disk")
+METHODS = ("asyncrl", "asyncrl, staged", "gather + broadcast", "disk")
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,11 @@ def plot(rows: list[Row], path: Path) -> None:
     sizes = sorted({row.parameters for row in rows})
     for place, method in enumerate(METHODS):
         mine = [row for size in sizes for row in rows if (row.method, row.parameters) == (method, size)]
-        at = [idx + 0.25 * place for idx in range(len(sizes))]
-        axes[0].bar(at, [row.seconds for row in mine], 0.22, label=method)
-        axes[1].bar(at, [row.extra_bytes_max / 1e6 for row in mine], 0.22, label=method)
+        at = [idx + 0.2 * place for idx in range(len(sizes))]
+        axes[0].bar(at, [row.seconds for row in mine], 0.18, label=method)
+        axes[1].bar(at, [row.extra_bytes_max / 1e6 for row in mine], 0.18, label=method)
     for axis, label in zip(axes, ("seconds per publication", "peak extra memory of a rank, MB"), strict=True):
-        axis.set(ylabel=label, xticks=[idx + 0.25 for idx in range(len(sizes))])
+        axis.set(ylabel=label, xticks=[idx + 0.3 for idx in range(len(sizes))])
         axis.set_xticklabels([f"{size / 1e9:.2f} B parameters" for size in sizes])
         axis.grid(True, axis="y", alpha=0.3)
     axes[0].legend(fontsize="small")

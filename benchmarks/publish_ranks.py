@@ -35,6 +35,7 @@ from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.transport import join_group
+from asyncrl.weights.wire import Deadline
 
 Tensors = dict[str, torch.Tensor]
 FILL_ROWS = 4096  # as many rows are made at a time, so that making them needs little memory
@@ -63,6 +64,11 @@ def run_trainer(setup: Setup, pipe: Connection, rank: int) -> None:
             stats = publisher.publish(endpoints, version)
             assert not stats.failures, stats.failures
             meter.bytes_sent = stats.bytes_sent
+        elif method == "asyncrl, staged":
+            stats = publisher.finish(publisher.begin(endpoints, version, staged=True, from_copy=True))
+            assert not stats.failures, stats.failures
+            meter.bytes_sent = stats.bytes_sent
+            meter.kept_bytes = sum(tensor.nbytes for tensor in tensors.values())
         elif method == "disk":
             write_checkpoint(setup, rank, layouts, tensors)
             meter.bytes_sent = (setup.directory / CHECKPOINT / WEIGHTS).stat().st_size if rank == 0 else 0
@@ -92,6 +98,15 @@ def run_engine(setup: Setup, pipe: Connection, engine_idx: int, tp_rank: int) ->
         if method == "asyncrl":
             receiver.receive(version, receiver._plan_hash, TIMEOUT_S)
             meter.bytes_received = sum(bucket.num_bytes for bucket in receiver._buckets)
+        elif method == "asyncrl, staged":
+            receiver.stage(version, receiver._plan_hash, TIMEOUT_S, "device")
+            assert receiver._second is not None
+            receiver._second.require(version, Deadline(TIMEOUT_S))
+            paused = time.monotonic()
+            receiver.take(version, TIMEOUT_S)
+            meter.pause_s = time.monotonic() - paused
+            meter.bytes_received = sum(bucket.num_bytes for bucket in receiver._buckets)
+            meter.kept_bytes = sum(tensor.nbytes for tensor in tensors.values())
         elif method == "disk":
             setup.barrier.wait()  # it goes on serving until the files are there
             resumed = time.monotonic()

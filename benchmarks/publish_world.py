@@ -163,11 +163,12 @@ class Meter:
         self._resident = _status_bytes("VmRSS")
         self.began = time.monotonic()
         self.bytes_sent = self.bytes_received = 0
+        self.kept_bytes = 0  # of second copies, which stay when it is over
         self.pause_s = 0.0
 
     def report(self) -> Report:
         ended = time.monotonic()
-        extra = max(0, _status_bytes("VmHWM") - self._resident)
+        extra = max(0, _status_bytes("VmHWM") - self._resident) + self.kept_bytes
         return Report(self.began, ended, self.bytes_sent, self.bytes_received, extra, self.pause_s, "")
 
 
