@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import multiprocessing
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 from ring_peers import queues
 from ring_transports import ARRAYS, AsyncrlRing, Transport, arrays_of, make_sample
+
+from asyncrl.types import Sample
 
 DEPTH = 64
 WARM_UP = 0.2  # share of the records before the clock starts
@@ -40,6 +43,9 @@ def produce(transport: Transport, pipe: Connection, payload: int, count: int, hz
     pipe.send("ready")
     pipe.recv()
     start = time.perf_counter()
+    if transport.batch > 1:
+        put_batches(transport, sample, count)
+        count = 0
     for seq in range(count):
         object.__setattr__(sample, "group_id", seq)
         if hz:
@@ -47,8 +53,15 @@ def produce(transport: Transport, pipe: Connection, payload: int, count: int, hz
                 time.sleep(pause)
             object.__setattr__(sample, "reward", float(time.perf_counter_ns()))
         transport.put(sample)
-    transport.flush()
     pipe.recv()
+
+
+def put_batches(transport: Transport, sample: Sample, count: int) -> None:
+    samples = [dataclasses.replace(sample) for _ in range(transport.batch)]
+    for first in range(0, count, transport.batch):
+        for seq, each in enumerate(samples, first):
+            object.__setattr__(each, "group_id", seq)
+        transport.put_many(samples)
 
 
 def follow(transport: AsyncrlRing, pipe: Connection, rank: int, size: int, count: int) -> None:
@@ -56,9 +69,8 @@ def follow(transport: AsyncrlRing, pipe: Connection, rank: int, size: int, count
     transport.connect_reader(rank, size)
     pipe.send("ready")
     pipe.recv()
-    for _ in range(count):
-        touch(transport.get()[0], full=False)
-        transport.release()
+    for _ in range(count // transport.batch):
+        read(transport, full=False)
     pipe.recv()
 
 
@@ -83,6 +95,17 @@ def connect_ray(address: str) -> None:
 
 
 # ---- One run -------------------------------------------------------------------------------------------
+
+
+def read(transport: Transport, full: bool) -> None:
+    """Take what one get gives, touch it, give it back."""
+    if transport.batch == 1:
+        touch(transport.get()[0], full)
+    else:
+        for arrays, _, _ in transport.get_many():
+            touch(arrays, full)
+        del arrays
+    transport.release()
 
 
 def touch(arrays: dict[str, np.ndarray], full: bool) -> float:
@@ -154,16 +177,23 @@ class Bench:
         latencies: list[float] = []
         warm = max(1, int(total * WARM_UP))
         began = 0.0
-        for number in range(total):
-            arrays, _, sent = transport.get()
+        for number in range(0, total, transport.batch):
             if paced:
-                latencies.append((time.perf_counter_ns() - sent) / 1e3)
-            touch(arrays, full)
-            del arrays
-            transport.release()
-            if number + 1 == warm:
-                began = time.perf_counter()
+                latencies.append(self._latency(transport))
+            else:
+                read(transport, full)
+            if began == 0.0 and number + transport.batch >= warm:
+                warm, began = number + transport.batch, time.perf_counter()
         return (total - warm) / (time.perf_counter() - began), latencies[warm:]
+
+    def _latency(self, transport: Transport) -> float:
+        """Microseconds from put to get of one sample."""
+        arrays, _, sent = transport.get()
+        latency = (time.perf_counter_ns() - sent) / 1e3
+        touch(arrays, full=False)
+        del arrays
+        transport.release()
+        return latency
 
     def _start(self, transport: Transport, role: str, arguments: tuple[Any, ...], index: int) -> Connection:
         while len(self.workers) <= index:

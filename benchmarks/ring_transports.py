@@ -7,7 +7,7 @@ of a sample plus a sequence number and a time. Each copies as little as it can: 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Transport:
     name = ""
     needs_ray = False
     max_producers = 2
+    batch = 1  # samples that put_many and get_many move at once; above 1 they are what is measured
     paced = True  # its latency at a slow pace means something
 
     def setup(self, payload_bytes: int, depth: int) -> None: ...
@@ -62,9 +63,10 @@ class Transport:
 
     def connect_producer(self) -> None: ...
     def put(self, sample: Sample) -> None: ...
-    def flush(self) -> None: ...
+    def put_many(self, samples: Sequence[Sample]) -> None: ...
     def connect_reader(self) -> None: ...
     def get(self) -> Received: ...
+    def get_many(self) -> list[Received]: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
 
@@ -73,7 +75,6 @@ class AsyncrlRing(Transport):
     """This project's ring, one record at a time."""
 
     name = "asyncrl"
-    batch = 1
 
     def setup(self, payload_bytes: int, depth: int) -> None:
         self.path = f"/dev/shm/asyncrl-bench-{uuid.uuid4().hex[:8]}"
@@ -113,31 +114,9 @@ class AsyncrlBatches(AsyncrlRing):
     batch = 32
     paced = False
 
-    def connect_producer(self) -> None:
-        super().connect_producer()
-        self.pending: list[Sample] = []
+    def put_many(self, samples: Sequence[Sample]) -> None:
+        self.ring.put_many(samples, version=0, timeout=60)
 
-    def put(self, sample: Sample) -> None:
-        self.pending.append(sample)
-        if len(self.pending) == self.batch:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.pending:
-            self.ring.put_many(self.pending, version=0, timeout=60)
-            self.pending = []
-
-    def connect_reader(self, rank: int = 0, size: int = 1) -> None:
-        super().connect_reader(rank, size)
-        self.records: list[dict[str, Any]] = []
-
-    def get(self) -> Received:
-        if not self.records:
-            self.current = self.group.get_batch(self.batch, timeout=60)
-            self.records = self.current.values(RECEIVED)[::-1]
-        values = self.records.pop()
-        return values, values["group_id"], values["reward"]
-
-    def release(self) -> None:
-        if not self.records:
-            super().release()
+    def get_many(self) -> list[Received]:
+        self.current = self.group.get_batch(self.batch, timeout=60)
+        return [(values, values["group_id"], values["reward"]) for values in self.current.values(RECEIVED)]

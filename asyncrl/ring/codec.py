@@ -35,7 +35,9 @@ FIELDS = (
     Field("policy_versions", "int32", 1),
 )
 
-FORMAT = _C.ring.RecordFormat([(field.name, field.dtype, field.num_dims) for field in FIELDS])
+FORMAT = _C.ring.RecordFormat(
+    [(field.name, field.dtype, field.num_dims) for field in FIELDS], weight="token_ids"
+)
 
 sample_values = attrgetter(*(field.name for field in FIELDS))
 """A sample's values in the order of `FIELDS`."""

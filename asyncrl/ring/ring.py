@@ -178,7 +178,10 @@ class Ring:
             RingClosed, RingFull, RecordTooLarge, RecordStale, KeyTooOld, LockTimeout.
         """
         self._require("producer")
-        published: int = self._producer.put([_record(sample, version, key)], timeout)
+        if key is None and version is not None:
+            published: int = self._producer.put_as([sample_values(sample)], version, timeout)
+        else:
+            published = self._producer.put([_record(sample, version, key)], timeout)
         return published == 1
 
     def put_many(
@@ -191,7 +194,11 @@ class Ring:
     ) -> int:
         """`put` for many; returns how many were new. After an error the first ones may be published, so give
         keys and put all again."""
-        published: int = self._producer.put(self._records(samples, version, keys), timeout)
+        if keys is None and version is not None:
+            self._require("producer")
+            published: int = self._producer.put_as(list(map(sample_values, samples)), version, timeout)
+        else:
+            published = self._producer.put(self._records(samples, version, keys), timeout)
         return published
 
     async def aput(
@@ -241,8 +248,6 @@ class Ring:
         self, samples: Sequence[Sample], version: PolicyVersion | None, keys: Sequence[Key | None] | None
     ) -> list[tuple[Any, ...]]:
         self._require("producer")
-        if keys is None and version is not None:
-            return [(sample_values(each), version, version, len(each.token_ids), None) for each in samples]
         if keys is None:
             return [_record(sample, version, None) for sample in samples]
         return [_record(sample, version, key) for sample, key in zip(samples, keys, strict=True)]
@@ -321,11 +326,11 @@ class Ring:
 
 
 def _record(sample: Sample, version: PolicyVersion | None, key: Key | None) -> tuple[Any, ...]:
-    """Its values, oldest and newest version, tokens, key as three numbers or None."""
+    """Its values, oldest and newest version, key as three numbers or None."""
     oldest = sample.min_version if version is None else version
     newest = sample.max_version if version is None else version
     numbers = (*_uid_words(key[0]), key[1]) if key is not None else None
-    return sample_values(sample), oldest, newest, len(sample.token_ids), numbers
+    return sample_values(sample), oldest, newest, numbers
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,6 +67,63 @@ void Set(const py::dict& values, py::handle name, const py::object& value) {
   if (PyDict_SetItem(values.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
 }
 
+// A field as a Python object; an array keeps `token`.
+py::object ReadField(const std::byte* record, const ring::RecordField& field, py::handle token) {
+  const bool is_array = field.num_dims > 0 && field.dtype != ring::DType::kString;
+  return is_array ? MakeView(record, field, token, /*writeable=*/false) : ReadScalar(record, field);
+}
+
+// The fields that are wanted of many records with the same table, as one of them has it.
+class Selection {
+ public:
+  // `values`: what was wanted of that record.
+  Selection(const std::byte* record, const py::dict& values)
+      : num_fields_(reinterpret_cast<const ring::RecordHeader*>(record)->num_fields),
+        names_(py::reinterpret_steal<py::dict>(PyDict_Copy(values.ptr()))) {
+    for (uint32_t i = 0; i < num_fields_; ++i) {
+      const ring::RecordField& field = FieldsOf(record)[i];
+      const py::handle name = NameOf(field, i);
+      if (!names_.contains(name)) continue;
+      wanted_.push_back({i, name, field});
+      Set(names_, name, py::none());
+    }
+  }
+
+  // Whether they stand in the same places in this record, too.
+  bool Fits(const std::byte* record) const {
+    const auto* header = reinterpret_cast<const ring::RecordHeader*>(record);
+    return header->num_fields == num_fields_ &&
+           std::all_of(wanted_.begin(), wanted_.end(), [record](const Wanted& each) {
+             return std::memcmp(FieldsOf(record)[each.index].name, each.field.name,
+                                ring::kFieldNameBytes) == 0;
+           });
+  }
+
+  // What is wanted of a record that fits. The copy of a dictionary has its size from the start.
+  py::dict Read(const std::byte* record, py::handle token) const {
+    auto values = py::reinterpret_steal<py::dict>(PyDict_Copy(names_.ptr()));
+    if (!values) throw py::error_already_set();
+    for (const Wanted& each : wanted_)
+      Set(values, each.name, ReadField(record, FieldsOf(record)[each.index], token));
+    return values;
+  }
+
+ private:
+  struct Wanted {
+    uint32_t index;
+    py::handle name;  // kept for the life of the process
+    ring::RecordField field;
+  };
+
+  static const ring::RecordField* FieldsOf(const std::byte* record) {
+    return reinterpret_cast<const ring::RecordField*>(record + sizeof(ring::RecordHeader));
+  }
+
+  uint32_t num_fields_;
+  py::dict names_;  // to none
+  std::vector<Wanted> wanted_;
+};
+
 }  // namespace
 
 // What an array over a record has as its base: it counts as a view and keeps the lease.
@@ -137,15 +194,21 @@ py::list Lease::AllValues(const std::optional<py::sequence>& names) {
                                  [name](const py::object& each) { return each.is(name); });
   };
   py::list records(size());
+  if (size() == 0) return records;
   const py::capsule token = MakeToken();
-  if (size() > 0) FetchAhead(Record(0));
-  for (size_t index = 0; index < size(); ++index) {
-    if (index + 1 < size()) FetchAhead(Record(index + 1));
-    PyList_SET_ITEM(records.ptr(), static_cast<Py_ssize_t>(index),
-                    Fields(Record(index), token, wants).release().ptr());
-  }
-  if (size() > 0 && py::len(records[0]) < wanted.size()) {
+  const py::dict first = Fields(Record(0), token, wants);
+  if (first.size() < wanted.size()) {
     for (const py::object& name : wanted) Find(0, name.cast<std::string>());
+  }
+  PyList_SET_ITEM(records.ptr(), 0, first.inc_ref().ptr());
+  if (size() == 1) return records;
+  const Selection selection(Record(0), first);
+  for (size_t index = 1; index < size(); ++index) {
+    const std::byte* record = Record(index);
+    if (index + 1 < size()) FetchAhead(Record(index + 1));
+    py::dict values =
+        selection.Fits(record) ? selection.Read(record, token) : Fields(record, token, wants);
+    PyList_SET_ITEM(records.ptr(), static_cast<Py_ssize_t>(index), values.release().ptr());
   }
   return records;
 }
@@ -159,9 +222,7 @@ py::dict Lease::Fields(const std::byte* record, const py::capsule& token, Wants 
     const ring::RecordField& field = fields[i];
     const py::handle name = NameOf(field, i);
     if (!wants(field, name)) continue;
-    const bool is_array = field.num_dims > 0 && field.dtype != ring::DType::kString;
-    Set(values, name,
-        is_array ? MakeView(record, field, token, /*writeable=*/false) : ReadScalar(record, field));
+    Set(values, name, ReadField(record, field, token));
   }
   return values;
 }

@@ -31,12 +31,12 @@ class Outgoing {
     requests_.reserve(count);
   }
 
-  void Add(const pybind11::tuple& values, int64_t min_version, int64_t max_version, uint32_t weight,
+  void Add(const pybind11::tuple& values, int64_t min_version, int64_t max_version,
            std::optional<std::tuple<uint64_t, uint64_t, uint64_t>> key) {
     records_.emplace_back(format_, values);
     ring::PutRequest request{};
     request.length = records_.back().length();
-    request.weight = weight;
+    request.weight = records_.back().weight();
     request.min_version = min_version;
     request.max_version = max_version;
     request.slot = ring::kNil;
@@ -109,15 +109,30 @@ class Producer {
     for (const pybind11::handle record : records) {
       const auto fields = pybind11::reinterpret_borrow<pybind11::tuple>(record);
       outgoing.Add(pybind11::reinterpret_borrow<pybind11::tuple>(fields[0]),
-                   fields[1].cast<int64_t>(), fields[2].cast<int64_t>(), fields[3].cast<uint32_t>(),
-                   fields[4].cast<std::optional<std::tuple<uint64_t, uint64_t, uint64_t>>>());
+                   fields[1].cast<int64_t>(), fields[2].cast<int64_t>(),
+                   fields[3].cast<std::optional<std::tuple<uint64_t, uint64_t, uint64_t>>>());
     }
+    return Publish(outgoing, timeout_s);
+  }
+
+  // The same for records of one version and without keys: `records` are their values.
+  size_t PutAs(const pybind11::list& records, int64_t version, double timeout_s) {
+    Outgoing outgoing(session_, format_, when_full_, with_checksum_);
+    outgoing.Reserve(records.size());
+    for (const pybind11::handle values : records) {
+      outgoing.Add(pybind11::reinterpret_borrow<pybind11::tuple>(values), version, version,
+                   std::nullopt);
+    }
+    return Publish(outgoing, timeout_s);
+  }
+
+ private:
+  static size_t Publish(Outgoing& outgoing, double timeout_s) {
     const pybind11::gil_scoped_release no_gil;
     outgoing.Put(timeout_s);
     return outgoing.num_published();
   }
 
- private:
   std::shared_ptr<ring::Session> session_;
   const RecordFormat& format_;
   ring::WhenFull when_full_;

@@ -38,7 +38,9 @@ void CheckPythonError() {
 
 }  // namespace
 
-RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string, int>>& fields) {
+RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string, int>>& fields,
+                           const std::string& weight)
+    : weight_field_(fields.size()) {
   for (const auto& [name, dtype, num_dims] : fields) {
     RecordField field{};
     if (name.empty() || name.size() >= ring::kFieldNameBytes) {
@@ -49,8 +51,11 @@ RecordFormat::RecordFormat(const std::vector<std::tuple<std::string, std::string
     std::memcpy(field.name, name.data(), name.size());
     field.dtype = DTypeNamed(dtype);
     field.num_dims = static_cast<uint8_t>(num_dims);
+    if (name == weight) weight_field_ = fields_.size();
     fields_.push_back(field);
   }
+  if (!weight.empty() && weight_field_ == fields.size())
+    throw py::value_error("a record has no field " + weight + " to be its weight");
 }
 
 EncodedRecord::EncodedRecord(const RecordFormat& format, const py::tuple& values)

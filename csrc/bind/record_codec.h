@@ -15,13 +15,18 @@ namespace asyncrl::bind {
 // against.
 class RecordFormat {
  public:
-  // (name, dtype, number of dimensions) per field. Dtypes as numpy spells them, and "str".
-  explicit RecordFormat(const std::vector<std::tuple<std::string, std::string, int>>& fields);
+  // (name, dtype, number of dimensions) per field. Dtypes as numpy spells them, and "str". A record
+  // weighs what the array `weight` is long, or 1 where that is empty.
+  explicit RecordFormat(const std::vector<std::tuple<std::string, std::string, int>>& fields,
+                        const std::string& weight = "");
 
   const std::vector<ring::RecordField>& fields() const { return fields_; }
+  // The number of the field that gives the weight, or that of all fields.
+  size_t weight_field() const { return weight_field_; }
 
  private:
   std::vector<ring::RecordField> fields_;
+  size_t weight_field_;
 };
 
 // One record to be: its values checked, its arrays pinned, its bytes counted. Needs the GIL, except
@@ -34,6 +39,10 @@ class EncodedRecord {
   ~EncodedRecord();
 
   uint64_t length() const { return length_; }
+  uint32_t weight() const {
+    const size_t field = format_->weight_field();
+    return field < contents_.size() ? static_cast<uint32_t>(contents_[field].shape[0]) : 1;
+  }
   void Write(std::byte* target) const;
 
  private:

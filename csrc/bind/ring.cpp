@@ -24,8 +24,9 @@ using ring::Session;
 
 void RegisterRecords(py::module_& module) {
   py::class_<RecordFormat>(module, "RecordFormat")
-      .def(py::init<const std::vector<std::tuple<std::string, std::string, int>>&>(),
-           py::arg("fields"));
+      .def(py::init<const std::vector<std::tuple<std::string, std::string, int>>&,
+                    const std::string&>(),
+           py::arg("fields"), py::arg("weight") = "");
   py::enum_<ring::WhenFull>(module, "WhenFull")
       .value("BLOCK", ring::WhenFull::kBlock)
       .value("FAIL", ring::WhenFull::kFail)
@@ -34,13 +35,15 @@ void RegisterRecords(py::module_& module) {
       .def(py::init<std::shared_ptr<Session>, const RecordFormat&, ring::WhenFull, bool>(),
            py::arg("session"), py::arg("format"), py::arg("when_full"), py::arg("with_checksum"),
            py::keep_alive<1, 3>())
-      .def("put", &Producer::Put, py::arg("records"), py::arg("timeout_s"));
+      .def("put", &Producer::Put, py::arg("records"), py::arg("timeout_s"))
+      .def("put_as", &Producer::PutAs, py::arg("records"), py::arg("version"),
+           py::arg("timeout_s"));
   py::class_<Outgoing>(module, "Outgoing")
       .def(py::init<std::shared_ptr<Session>, const RecordFormat&, ring::WhenFull, bool>(),
            py::arg("session"), py::arg("format"), py::arg("when_full"), py::arg("with_checksum"),
            py::keep_alive<1, 3>())
       .def("add", &Outgoing::Add, py::arg("values"), py::arg("min_version"), py::arg("max_version"),
-           py::arg("weight"), py::arg("key").none(true))
+           py::arg("key").none(true))
       .def("put", &Outgoing::Put, py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
       .def("try_put", &Outgoing::TryPut, py::arg("take_ticket"),
            py::call_guard<py::gil_scoped_release>())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import asyncrl._C as _C
 from asyncrl.ring import Ring
 from asyncrl.ring.codec import FIELDS
 from asyncrl.ring.errors import BatchReleased, ViewsAlive
@@ -110,3 +111,30 @@ def test_room_given_back_is_used_again_at_once(path: Path, producer: Ring) -> No
             addresses.add(batch.values()[0]["token_ids"].ctypes.data)
             batch.ack()
     assert len(addresses) == 1
+
+
+def test_records_of_different_tables_in_one_batch(path: Path, producer: Ring) -> None:
+    """Every record describes itself: what the first one has, and where, says nothing about the others."""
+    tables = (
+        [("a", "int64", 0), ("b", "int32", 1), ("c", "str", 0)],
+        [("a", "int64", 0), ("b", "int32", 1), ("c", "str", 0)],
+        [("c", "str", 0), ("b", "int32", 1), ("a", "int64", 0)],
+        [("a", "int64", 0), ("b", "int32", 1)],
+        [("a", "int64", 0), ("b", "int32", 1), ("c", "str", 0), ("d", "float64", 0)],
+    )
+    written = []
+    for number, table in enumerate(tables):
+        values = {"a": number, "b": np.arange(number, dtype=np.int32), "c": f"c{number}", "d": number / 2}
+        fields = [values[name] for name, _, _ in table]
+        writer = _C.ring.Producer(
+            producer._session, _C.ring.RecordFormat(table), _C.ring.WhenFull.BLOCK, False
+        )
+        assert writer.put_as([tuple(fields)], 0, 1.0) == 1
+        written.append({name: values[name] for name, _, _ in table})
+    batch = reader(path).group("dp0").get_batch(len(tables), timeout=1)
+    for expected, found in zip(written, batch.values(), strict=True):
+        assert list(found) == list(expected)
+        assert {**found, "b": found["b"].tolist()} == {**expected, "b": expected["b"].tolist()}
+    some = batch.values(("b", "a"))
+    assert [(each["a"], each["b"].tolist()) for each in some] == [(n, list(range(n))) for n in range(5)]
+    assert all(each.keys() == {"a", "b"} for each in some)
