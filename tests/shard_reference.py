@@ -212,7 +212,7 @@ def first_difference(actual: Tensors, expected: Tensors) -> str:
         got = actual[name]
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             return f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(wanted.shape)} {wanted.dtype}"
-        width = torch.int32 if wanted.element_size() == 4 else torch.int16
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[wanted.element_size()]
         wrong = (got.view(width) != wanted.view(width)).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())

@@ -36,6 +36,7 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import Refused
 from asyncrl.control.publishing import Publishing
 from asyncrl.control.roster import EngineFactory, Roster
+from asyncrl.control.staging import Staging
 from asyncrl.engines.base import EngineError
 
 DRAIN_POLL_S = 1.0
@@ -63,6 +64,7 @@ class Coordinator:
             probe_prompts=probe_prompts,  # logprobs of these are part of every result, if any
             drain=self._drain,
         )
+        self._staging = Staging(self._roster, self._publishing, timeout_s)
 
     @property
     def state(self) -> RunState:
@@ -147,13 +149,13 @@ class Coordinator:
         await self._publishing.transfer(order)
 
     async def stage(self, order: StageOrder) -> tuple[str, ...]:
-        return await self._publishing.stage(order)
+        return await self._staging.stage(order)
 
     async def land(self, order: Landing) -> PublicationResult:
-        return await self._counted(self._publishing.land(order))
+        return await self._counted(self._staging.land(order))
 
     async def quarantine(self, report: EngineFailed) -> None:
-        await self._publishing.quarantine(report)
+        await self._staging.quarantine(report)
 
     async def commit(self, order: CommitOrder) -> PublicationResult:
         return await self._counted(self._publishing.commit(order))

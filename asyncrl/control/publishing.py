@@ -7,12 +7,6 @@
     commit(v)         ->      await every receive                 ->  verified: resume as version v
                                                                       not: stay paused, quarantined
 
-A version may be staged before its flight. The flight is then a local copy long:
-
-    stage(v)          ->      start stage_weights                 ->  receive and verify beside what is served
-    [all trainer ranks send; every engine rank tells the leader that it has verified]
-    land(v)           ->      pause, take, resume as above
-
 A state is decided before anything follows from it, and looked at again after every wait: an engine may be
 lost, or start again, at any point. Every wait has a deadline; a flight that its trainer does not end is
 aborted. What may happen in which order is the pure machine's to say; this module only adds time.
@@ -23,34 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.control import protocol
 from asyncrl.control.messages import (
     CommitOrder,
-    EngineFailed,
     EngineVerification,
     FlightName,
-    Landing,
     Plan,
     Publication,
     PublicationResult,
-    StageOrder,
 )
-from asyncrl.control.protocol import Fleet, Flight, Refused
+from asyncrl.control.protocol import Fleet, Flight
 from asyncrl.control.roster import MARGIN_S, Roster, Seat, outcome
 from asyncrl.engines.base import EngineError, PauseMode, WeightAction
 from asyncrl.types import PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
-class StagedVersion:
-    """What the engines were told to stage last."""
-
-    version: PolicyVersion = -1
-    epoch: int = -1
-    plans: Mapping[str, Plan] = field(default_factory=dict)
 
 
 class Publishing:
@@ -80,7 +61,6 @@ class Publishing:
         self._overdue: asyncio.TimerHandle | None = None
         self._aborting: set[asyncio.Task[None]] = set()
         self._settling = asyncio.Lock()  # the next flight waits until the last one's engines run
-        self._staged = StagedVersion()
 
     async def prepare(self, publication: Publication) -> tuple[str, ...]:
         """Take the engines out of service and pause them; returns those that are ready to receive.
@@ -231,73 +211,47 @@ class Publishing:
         info, fleet = seat.info, self._roster.fleet
         self._roster.fleet = protocol.lost(fleet, info.name, info.incarnation, reason)
 
-    # --- staged versions ---
+    # --- a version that engines have staged: `asyncrl.control.staging` ---
 
-    async def stage(self, order: StageOrder) -> tuple[str, ...]:
-        """Let engines receive a version while they serve; returns those that have begun.
-
-        Raises:
-            Refused: as `prepare` would.
-        """
+    async def check(self, publication: Publication) -> None:
+        """Raise Refused where `prepare` would; nothing changes."""
         async with self._settling:
-            protocol.prepare(self._roster.fleet, order.version, order.epoch, order.plans)  # only to refuse
-            if (order.version, order.epoch) == (self._staged.version, self._staged.epoch):
-                raise Refused(f"STAGE of version {order.version} (epoch {order.epoch}) came again")
-            self._staged = StagedVersion(order.version, order.epoch, order.plans)
-        seats = [self._roster.seat(name) for name in sorted(order.plans)]
-        began = await asyncio.gather(*(self._begin_to_stage(seat, order) for seat in seats))
-        return tuple(seat.info.name for seat, has_begun in zip(seats, began, strict=True) if has_begun)
+            fleet = self._roster.fleet
+            protocol.prepare(fleet, publication.version, publication.epoch, publication.plans)
 
-    async def _begin_to_stage(self, seat: Seat, order: StageOrder) -> bool:
-        name = seat.info.name
-        plan_hash = order.plans[name].plan_hash
-        work = seat.engine.stage_weights(order.place, seat.group, order.version, plan_hash, self._timeout_s)
-        what = f"{name} did not begin to stage version {order.version}"
-        reason = await outcome(asyncio.ensure_future(work), self._timeout_s, what)
-        if reason:
-            await self._put_out(seat, reason)
-        return not reason
-
-    async def land(self, order: Landing) -> PublicationResult:
-        """Bring the staged version into service; engines that did not verify it are quarantined.
+    async def take_staged(self, version: PolicyVersion, staged: Mapping[str, Plan]) -> PublicationResult:
+        """The whole flight of a version that engines hold beside their live weights, under today's epoch.
 
         Raises:
-            Refused: another publication is in flight, or there is no engine to take the version.
+            Refused: another publication is in flight, or no engine that staged it is left.
             EngineError: the version reached no engine and is not committed.
         """
-        for name, reason in sorted(order.failures.items()):
-            await self._put_out(self._roster.seat(name), reason)
         async with self._settling:
-            before, staged = self._roster.fleet, self._staged
-            if staged.version != order.version:
-                raise Refused(f"version {order.version} was not staged, version {staged.version} was")
-            plans = {name: plan for name, plan in staged.plans.items() if before.members[name].plan == plan}
-            flight = FlightName(version=order.version, epoch=before.epoch)
+            before = self._roster.fleet
+            plans = {name: plan for name, plan in staged.items() if before.members[name].plan == plan}
+            flight = FlightName(version=version, epoch=before.epoch)
             self._roster.fleet = protocol.prepare(before, flight.version, flight.epoch, plans)
         await self._pause_all(flight, before)
         await self._transfer(flight, "take")
         return await self.commit(CommitOrder(version=flight.version, epoch=flight.epoch))
 
-    async def _put_out(self, seat: Seat, reason: str) -> None:
-        """Quarantine an engine that is in no flight, and interrupt what it samples."""
-        name = seat.info.name
-        if not self._roster.holds(seat):
-            return
-        self._roster.fleet = protocol.failed(self._roster.fleet, name, reason)
-        await self._roster.changed()
-        if seat.paused_at is None:
+    async def put_out(self, name: str, reason: str) -> None:
+        """Quarantine an engine that is in no flight, and interrupt what it samples; no other flight begins
+        meanwhile."""
+        async with self._settling:
+            seat = self._roster.seat(name)
+            if not self._roster.holds(seat):
+                return
+            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason)
+            await self._roster.changed()
+            if seat.paused_at is not None:
+                return
             seat.paused_at = asyncio.get_running_loop().time()
             work = asyncio.ensure_future(seat.engine.pause(self._pause_mode))
             failure = await outcome(work, self._timeout_s, f"{name} did not pause")
             if failure and self._roster.holds(seat):
                 self._lose(seat, failure)
                 await self._roster.changed()
-
-    async def quarantine(self, report: EngineFailed) -> None:
-        """The trainer can no longer send to an engine; told of one that is out already, nothing changes."""
-        async with self._settling:
-            if self._roster.fleet.member(report.name).plan is not None:
-                await self._put_out(self._roster.seat(report.name), report.reason)
 
     async def abort(self, order: FlightName, reason: str) -> None:
         """End a flight without its trainer; see the protocol's invariant 4."""

@@ -85,17 +85,18 @@ def _memory(config: Config) -> str:
 
 def memory_table(ranks: tuple[RankMemory, ...], engine: EngineMemory) -> str:
     """GiB per trainer rank of each pipeline stage and per engine rank; activations are an estimate."""
-    header = ("GiB", "weights", "gradients", "optimizer", "activations", "KV cache", "total")
+    header = ("GiB", "weights", "copies", "gradients", "optimizer", "activations", "KV cache", "total")
     rows = [
         (
             f"trainer, stage {rank.pp_rank}",
-            *map(_gib, (rank.parameters, rank.gradients, rank.optimizer, rank.activations)),
+            *map(_gib, (rank.parameters, rank.copies, rank.gradients, rank.optimizer, rank.activations)),
             "-",
             _gib(rank.total),
         )
         for rank in ranks
     ]
-    rows.append(("engine", _gib(engine.parameters), "-", "-", "-", _gib(engine.kv_cache), _gib(engine.total)))
+    held, cache = map(_gib, (engine.parameters, engine.copies)), _gib(engine.kv_cache)
+    rows.append(("engine", *held, "-", "-", "-", cache, _gib(engine.total)))
     widths = [max(len(row[idx]) for row in (header, *rows)) for idx in range(len(header))]
     return "\n".join(
         "  ".join(

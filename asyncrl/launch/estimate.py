@@ -37,10 +37,12 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    copies: int  # of the parameters, for publications
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + RUNTIME_BYTES
+        state = self.parameters + self.gradients + self.optimizer + self.copies
+        return state + self.activations + RUNTIME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ class EngineMemory:
 
     parameters: int
     kv_cache: int
+    copies: int  # of the parameters, for publications
 
     @property
     def total(self) -> int:
-        return self.parameters + self.kv_cache + RUNTIME_BYTES
+        return self.parameters + self.kv_cache + self.copies + RUNTIME_BYTES
 
 
 def batch_equation(config: Config) -> str:
@@ -85,9 +88,11 @@ def engine_memory(config: Config, geometry: ModelGeometry) -> EngineMemory:
     tp = config.engine.tp
     local_kv_heads = max(1, geometry.num_kv_heads // tp)
     tokens = config.engine.max_total_tokens or 8192
+    parameters = _num_elements(engine_shards(geometry, tp, 0)) * size
     return EngineMemory(
-        parameters=_num_elements(engine_shards(geometry, tp, 0)) * size,
+        parameters=parameters,
         kv_cache=tokens * geometry.num_layers * 2 * local_kv_heads * geometry.head_dim * size,
+        copies=0 if config.weights.stage == "none" else parameters,
     )
 
 
@@ -127,6 +132,7 @@ def _rank_memory(config: Config, geometry: ModelGeometry, pp_rank: int) -> RankM
         gradients=num_parameters * 4,  # accumulated in float32
         optimizer=optimizer,
         activations=_activations(config, geometry, sum(map(len, chunks)), pp_rank),
+        copies=num_parameters * size * (config.weights.delta + config.weights.overlap),
     )
 
 

@@ -4,26 +4,26 @@
 
 A block's scale needs the whole block, so a trainer rank can quantise only if every cut of both sides lies at
 a multiple of 128, in the tensor and in the parameter; a tensor's own last rows and columns may fall short.
-Scales are planned as a tensor of their own, which every holder of the weight can give: place (r, c) of the
-scales, on the sender, means the block at (128 r, 128 c) of the weight.
+Scales are not planned: those of a move's blocks travel with the move, in its message (`moves`). The block at
+(128 r, 128 c) of the engine's weight has its scale at (r, c) of the engine's scales.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import Block, ShardLayout
-from asyncrl.weights.tables import DTYPES, ELEMENT_BYTES, BlockTable, TensorName, joined
+from asyncrl.weights.tables import ELEMENT_BYTES, BlockTable, TensorName
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 FP8 = "float8_e4m3fn"
 FP8_BYTES = ELEMENT_BYTES[FP8]
+SCALE_BYTES = ELEMENT_BYTES["float32"]
 
 
 def scale_shard(shard: ShardLayout) -> ShardLayout:
@@ -48,8 +48,13 @@ def scale_shard(shard: ShardLayout) -> ShardLayout:
     return ShardLayout(f"{shard.name}{SCALE_SUFFIX}", shape, tuple(blocks), "float32")
 
 
-def scales_by_name(tensors: Mapping[str, int]) -> dict[int, int]:
-    """The number of each weight's scales, where the engine has any."""
+def without_scales(receivers: BlockTable, scales: Collection[int]) -> BlockTable:
+    """The receivers' blocks but those of the tensors ``scales``, which come with their weights."""
+    return receivers.take(~np.isin(receivers.tensor, np.array(sorted(scales), dtype=np.int64)))
+
+
+def scaled_tensors(tensors: Mapping[str, int]) -> dict[int, int]:
+    """The numbers of the tensors that the engine holds as fp8 blocks, and of their scales."""
     return {
         tensors[name.removesuffix(SCALE_SUFFIX)]: number
         for name, number in tensors.items()
@@ -57,42 +62,26 @@ def scales_by_name(tensors: Mapping[str, int]) -> dict[int, int]:
     }
 
 
-def with_scales(senders: BlockTable, scale_of: Mapping[int, int], name_of: TensorName) -> BlockTable:
-    """The senders' blocks, and those of the scales that they can give; ``scale_of`` maps a weight's number to
-    its scales' number, for the tensors that the engine holds as fp8.
+def require_whole_blocks(senders: BlockTable, weights: Collection[int], name_of: TensorName) -> None:
+    """Check that trainer ranks can quantise the tensors ``weights``, which the engine holds as fp8 blocks.
 
     Raises:
         ModelError: a trainer rank's cut of such a tensor does not lie at multiples of 128.
     """
-    if not scale_of:
-        return senders
-    weights = np.array(sorted(scale_of), dtype=np.int64)
-    mine = senders.take(np.isin(senders.tensor, weights))
+    mine = senders.take(np.isin(senders.tensor, np.array(sorted(weights), dtype=np.int64)))
     aligned = _aligned(mine)
-    if not aligned.all():
-        at = int(np.argmin(aligned))
-        rows, cols = (
-            f"{begin[at]}:{begin[at] + size[at]}"
-            for begin, size in ((mine.row, mine.rows), (mine.col, mine.cols))
-        )
-        raise ModelError(
-            f"trainer rank {mine.rank[at]} holds rows {rows}, columns {cols} of"
-            f" {name_of(int(mine.tensor[at]))}, not whole blocks of {BLOCK}, so it cannot quantise them;"
-            " choose another trainer TP size, or bfloat16 engines"
-        )
-    numbers = np.array([scale_of[int(tensor)] for tensor in weights], dtype=np.int64)
-    scales = dataclasses.replace(
-        mine,
-        tensor=numbers[np.searchsorted(weights, mine.tensor)],
-        dtype=np.full(len(mine), DTYPES.index("float32"), dtype=np.int64),
-        row=mine.row // BLOCK,
-        col=mine.col // BLOCK,
-        rows=-(-mine.rows // BLOCK),
-        cols=-(-mine.cols // BLOCK),
-        local_row=mine.local_row // BLOCK,
-        local_col=mine.local_col // BLOCK,
+    if aligned.all():
+        return
+    at = int(np.argmin(aligned))
+    rows, cols = (
+        f"{begin[at]}:{begin[at] + size[at]}"
+        for begin, size in ((mine.row, mine.rows), (mine.col, mine.cols))
     )
-    return joined((senders, scales))
+    raise ModelError(
+        f"trainer rank {mine.rank[at]} holds rows {rows}, columns {cols} of"
+        f" {name_of(int(mine.tensor[at]))}, not whole blocks of {BLOCK}, so it cannot quantise them;"
+        " choose another trainer TP size, or bfloat16 engines"
+    )
 
 
 def _aligned(table: BlockTable) -> npt.NDArray[np.bool_]:

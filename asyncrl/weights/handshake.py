@@ -21,7 +21,7 @@ from asyncrl.weights.collective import gather_messages, on_all_ranks
 from asyncrl.weights.engine_layout import check_manifest, engine_shards
 from asyncrl.weights.fp8 import FP8
 from asyncrl.weights.geometry import ModelError, ModelGeometry
-from asyncrl.weights.pack import receiver_instructions, refuse_quantising
+from asyncrl.weights.pack import receiver_instructions
 from asyncrl.weights.plan import RankLayout, TransferPlan, plan_transfer
 from asyncrl.weights.transport import EngineEndpoint, join_group
 from asyncrl.weights.wire import Deadline, WeightUpdateError, receive_message, send_message
@@ -98,9 +98,7 @@ class Handshake:
                 self._receiver_layout(endpoint, tp_rank, manifest)
                 for tp_rank, manifest in enumerate(manifests)
             ]
-            plan = plan_transfer(self.senders, receivers, self.bucket_bytes, loads)
-            refuse_quantising(plan)
-            return plan
+            return plan_transfer(self.senders, receivers, self.bucket_bytes, loads)
         except ModelError as error:
             refusal = json.dumps({"refused": str(error)}).encode()
             self._tell(group, [refusal] * endpoint.tp_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from asyncrl.weights.cost import (
     message_counts,
     simulate,
 )
-from asyncrl.weights.fp8 import FP8, with_scales
+from asyncrl.weights.fp8 import FP8, SCALE_BYTES, require_whole_blocks, without_scales
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.layout import hf_tensors
 from asyncrl.weights.model_tables import TensorNumbers, engine_table, trainer_table
@@ -104,9 +105,9 @@ def plan_model(request: PlanRequest) -> WeightPlan:
     senders = trainer_table(numbers, request.trainer, request.trainer_dtype)
     receivers = engine_table(numbers, request.engine, request.engine_dtype)
     blocks_of = np.unique(receivers.tensor[receivers.dtype == DTYPES.index(FP8)]).tolist()
-    scales = {number: numbers.scale_of(number) for number in blocks_of}
-    senders = with_scales(senders, scales, numbers.name)
-    moves, skew = _moves(request, numbers, senders, receivers)
+    scales = {numbers.scale_of(number) for number in blocks_of}
+    require_whole_blocks(senders, blocks_of, numbers.name)
+    moves, skew = _moves(request, numbers, senders, without_scales(receivers, scales))
     traffic = EngineTraffic.of(moves, request.trainer.world_size, request.engine.tp, skew)
     costs = (traffic, request.num_replicas, request.links)
     estimates = tuple(estimate(*costs, strategy) for strategy in STRATEGIES)
@@ -119,7 +120,7 @@ def plan_model(request: PlanRequest) -> WeightPlan:
         traffic=traffic,
         chosen=chosen,
         estimates=estimates,
-        needed_bytes=_needed(senders, receivers),
+        needed_bytes=_needed(senders, receivers, scales),
         model_bytes=_model_bytes(request),
         plan_hash=hash_of(moves, messages, (described, strategy)),
         planning_s=time.process_time() - started,
@@ -144,11 +145,12 @@ def _moves(
     return moves, stage_skew(holders.groups, totals, num_senders)
 
 
-def _needed(senders: BlockTable, receivers: BlockTable) -> int:
+def _needed(senders: BlockTable, receivers: BlockTable, scales: Collection[int]) -> int:
     """Bytes of everything that one engine's parameters hold, each in the narrower of both sides' dtypes."""
     widest = np.zeros(int(receivers.tensor.max()) + 1, dtype=np.int64)
     known = senders.tensor < len(widest)
     np.maximum.at(widest, senders.tensor[known], SIZES[senders.dtype[known]])
+    widest[sorted(scales)] = SCALE_BYTES  # which no sender holds
     sizes = np.minimum(SIZES[receivers.dtype], widest[receivers.tensor])
     return int((receivers.rows * receivers.cols * sizes).sum())
 

@@ -8,20 +8,51 @@ from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asyncrl.weights.fp8 import BLOCK, FP8_BYTES
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import ShardLayout
+from asyncrl.weights.moves import Moves, scales_begin
 from asyncrl.weights.plan import Bucket, TransferPlan
+from asyncrl.weights.tables import Ints
 
-_F32_AS_BF16 = 5  # Op::kF32AsBf16 in csrc/reshard/index.h; plain copies are numbered by their element size
+_COPY4, _F32_AS_BF16 = 4, 5
+_AS_FP8 = {4: 9, 2: 10}
+"""Values of Op in csrc/reshard/index.h; plain copies are numbered by their element size, operations that
+quantise by that of the parameter."""
 
 
-def sender_table(plan: TransferPlan, bucket: Bucket) -> array[int]:
-    """Segments of one bucket, from the sender's parameters into the bucket."""
-    return _table(plan, bucket, on_sender=True)
+def sender_table(plan: TransferPlan, bucket: Bucket) -> tuple[array[int], array[int]]:
+    """Segments of one bucket, from the sender's parameters into the bucket; and the scales of those that
+    quantise, as csrc/reshard/index.h's BlockScales."""
+    moves = _moves_of(plan, bucket)
+    sender = plan.sender_columns[bucket.sender]
+    stride = sender.widths[moves.source_shard]
+    offset = moves.source_row * stride + moves.source_col
+    element = sender.element_bytes[moves.source_shard]
+    segments = _segments(plan, bucket, moves, moves.source_shard, offset, stride, element)
+    quantised, wire, place = _scales(plan, bucket, moves)
+    scales = np.stack((quantised, wire, place.position, place.stride, place.shard), axis=1)
+    return array("q", segments.tobytes()), array("q", scales.tobytes())
+
+
+def receiver_table(plan: TransferPlan, bucket: Bucket) -> array[int]:
+    """Segments of one bucket, from the bucket into the receiver's parameters."""
+    moves = _moves_of(plan, bucket)
+    receiver = plan.receiver_columns[bucket.receiver]
+    stride = receiver.widths[moves.target_shard]
+    offset = moves.target_row * stride + moves.target_col
+    element = receiver.element_bytes[moves.target_shard]
+    segments = _segments(plan, bucket, moves, moves.target_shard, offset, stride, element)
+    quantised, wire, place = _scales(plan, bucket, moves)
+    blocks = (-(-moves.rows[quantised] // BLOCK), -(-moves.cols[quantised] // BLOCK))
+    columns = (place.shard, place.position, place.stride, *blocks, wire, place.position, place.stride)
+    scales = np.stack((*columns, place.shard, np.full(len(wire), _COPY4)), axis=1)
+    return array("q", np.concatenate((segments, scales)).tobytes())
 
 
 def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
@@ -31,7 +62,7 @@ def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
         {
             "sender": bucket.sender,
             "num_bytes": bucket.num_bytes,
-            "segments": list(_table(plan, bucket, on_sender=False)),
+            "segments": list(receiver_table(plan, bucket)),
         }
         for bucket in plan.buckets
         if bucket.receiver == receiver
@@ -50,17 +81,6 @@ def receiver_instructions(plan: TransferPlan, receiver: int) -> bytes:
     return json.dumps(instructions).encode()
 
 
-def refuse_quantising(plan: TransferPlan) -> None:
-    """The executor has no operation yet for fp8 blocks; their moves are those with a unit above 1, and those
-    of the scales, whose source is a weight (`fp8`).
-
-    Raises:
-        ModelError: the plan has such moves.
-    """
-    if bool((plan.moves.unit > 1).any()):
-        raise ModelError("the engine holds fp8 blocks, which cannot be written yet; serve it in bfloat16")
-
-
 def first_padding_row(shard: ShardLayout) -> int:
     """Where the rows that no block fills begin; they are always the last ones."""
     filled = max((block.local_row + block.rows for block in shard.blocks), default=0)
@@ -69,24 +89,41 @@ def first_padding_row(shard: ShardLayout) -> int:
     return filled
 
 
-def _table(plan: TransferPlan, bucket: Bucket, *, on_sender: bool) -> array[int]:
-    """Fields of csrc/reshard/index.h's Segment, one after the other."""
-    moves = plan.moves.take(np.arange(bucket.first_move, bucket.last_move))
-    sender, receiver = plan.sender_columns[bucket.sender], plan.receiver_columns[bucket.receiver]
-    target_stride = receiver.widths[moves.target_shard]
+def _moves_of(plan: TransferPlan, bucket: Bucket) -> Moves:
+    return plan.moves.take(np.arange(bucket.first_move, bucket.last_move))
+
+
+def _segments(
+    plan: TransferPlan, bucket: Bucket, moves: Moves, shard: Ints, offset: Ints, stride: Ints, element: Ints
+) -> Ints:
+    """Fields of csrc/reshard/index.h's Segment, [moves, fields]; ``element`` bytes in the parameter."""
+    target_stride = plan.receiver_columns[bucket.receiver].widths[moves.target_shard]
     position = moves.target_row * target_stride + moves.target_col
-    if on_sender:
-        shard, stride = moves.source_shard, sender.widths[moves.source_shard]
-        offset = moves.source_row * stride + moves.source_col
-        dtype_bytes = sender.element_bytes[shard]
-    else:
-        shard, stride, offset = moves.target_shard, target_stride, position
-        dtype_bytes = receiver.element_bytes[shard]
-    wire_bytes = moves.row_bytes // moves.cols
-    sizes = moves.num_bytes
-    columns = (
-        *(shard, offset, stride, moves.rows, moves.cols, np.cumsum(sizes) - sizes),
-        *(position, target_stride, moves.target_shard),
-        np.where(dtype_bytes == wire_bytes, wire_bytes, _F32_AS_BF16),
-    )
-    return array("q", np.stack(columns, axis=1).tobytes())
+    wire_element = moves.row_bytes // moves.cols
+    cast = np.where(wire_element == FP8_BYTES, np.where(element == 4, _AS_FP8[4], _AS_FP8[2]), _F32_AS_BF16)
+    op = np.where(element == wire_element, wire_element, cast)
+    begins = np.cumsum(moves.plain_bytes) - moves.plain_bytes
+    columns = (shard, offset, stride, moves.rows, moves.cols, begins, position, target_stride)
+    return np.stack((*columns, moves.target_shard, op), axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScalePlaces:
+    """Where scales go in the receiver's parameters; int64 [moves that quantise]."""
+
+    shard: Ints
+    position: Ints  # of the first one, in elements
+    stride: Ints
+
+
+def _scales(plan: TransferPlan, bucket: Bucket, moves: Moves) -> tuple[Ints, Ints, _ScalePlaces]:
+    """The moves that quantise, where the scales of each begin in the bucket, and where they go."""
+    receiver = plan.receiver_columns[bucket.receiver]
+    sizes = moves.scale_bytes
+    begin = int(scales_begin(moves.plain_bytes.sum(), sizes.sum()))
+    quantised = np.flatnonzero(moves.unit > 1)
+    wire = begin + (np.cumsum(sizes) - sizes)[quantised]
+    shard = receiver.scales[moves.target_shard[quantised]]
+    stride = receiver.widths[shard]
+    row, col = moves.target_row[quantised] // BLOCK, moves.target_col[quantised] // BLOCK
+    return quantised, wire, _ScalePlaces(shard, row * stride + col, stride)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.weights import moves as movement
-from asyncrl.weights.fp8 import scales_by_name, with_scales
+from asyncrl.weights.fp8 import SCALE_SUFFIX, require_whole_blocks, scaled_tensors, without_scales
 from asyncrl.weights.moves import Messages, Moves
 from asyncrl.weights.overlap import overlap
 from asyncrl.weights.tables import (
@@ -55,7 +55,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One message of a pair; it carries moves [first_move, last_move) of the plan back to back."""
+    """One message of a pair; it carries moves [first_move, last_move) of the plan back to back, then the
+    scales of those that quantise."""
 
     sender: int
     receiver: int
@@ -66,16 +67,19 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardColumns:
-    """Of one rank's parameters, seen as matrices: columns, and bytes per element; int64 [parameters]."""
+    """Of one rank's parameters, seen as matrices; int64 [parameters]."""
 
-    widths: Ints
+    widths: Ints  # columns
     element_bytes: Ints
+    scales: Ints  # the index of the parameter that holds its fp8 scales, or -1
 
     @staticmethod
     def of(layout: RankLayout) -> ShardColumns:
         widths = [shard.cols for shard in layout.shards]
         sizes = [ELEMENT_BYTES[dtype] for dtype in layout.dtypes]
-        return ShardColumns(np.array(widths, dtype=np.int64), np.array(sizes, dtype=np.int64))
+        places = {shard.name: idx for idx, shard in enumerate(layout.shards)}
+        scales = [places.get(f"{shard.name}{SCALE_SUFFIX}", -1) for shard in layout.shards]
+        return ShardColumns(*(np.array(column, dtype=np.int64) for column in (widths, sizes, scales)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +160,9 @@ def _moves(senders: Sequence[RankLayout], receivers: Sequence[RankLayout], loads
     tensors = number_tensors((senders, receivers))
     names = list(tensors)
     sender_table, receiver_table = table_of(senders, tensors), table_of(receivers, tensors)
-    sender_table = with_scales(sender_table, scales_by_name(tensors), names.__getitem__)
+    scaled = scaled_tensors(tensors)
+    require_whole_blocks(sender_table, scaled.keys(), names.__getitem__)
+    receiver_table = without_scales(receiver_table, scaled.values())
     pieces, holders = overlap(sender_table, receiver_table, names.__getitem__)
     planned = np.array(loads, dtype=np.int64)
     return movement.assign_owners(pieces, holders, sender_table, receiver_table, planned)

@@ -121,7 +121,8 @@ class BucketSender:
 
     def _copies(self, bucket: Bucket, parameters: Sequence[torch.Tensor]) -> BucketCopies:
         num_digests = len(self._plan.receivers[bucket.receiver].shards)
-        return BucketCopies(sender_table(self._plan, bucket), parameters, bucket.num_bytes, num_digests)
+        segments, scales = sender_table(self._plan, bucket)
+        return BucketCopies(segments, parameters, bucket.num_bytes, num_digests, scales)
 
     @property
     def num_buckets(self) -> int:

@@ -37,7 +37,6 @@ from tests.distributed.forked import run_roles
 from tests.distributed.publish_case import TIMEOUT_S, Case
 from tests.distributed.publish_worker import (
     all_agree,
-    engine_parameters,
     flip_one_bit,
     join_as_engine,
     publish,
@@ -176,7 +175,7 @@ def run_engine(case: FaultCase, engine_idx: int, tp_rank: int) -> str:
     tp_size = case.engines[engine_idx]
     start_default_group(case.ports[1 + engine_idx], tp_rank, tp_size, TIMEOUT_S)
     group = join_as_engine(case, case.endpoint(engine_idx), tp_rank)
-    parameters = engine_parameters(case, tp_size, tp_rank, version=0)
+    parameters = case.engine_tensors(0, tp_size, tp_rank)
     receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
     if case.who != "sender" and engine_idx == 1:
         receiver.connect(TIMEOUT_S)
@@ -218,7 +217,7 @@ def fail(case: FaultCase, receiver: Receiver, parameters: Tensors, tp_rank: int)
 def run_successor(case: FaultCase, tp_rank: int) -> str:
     """A new process of engine 0, with weights of its own."""
     start_default_group(case.again_port, tp_rank, case.engines[0], TIMEOUT_S)
-    return come_back(case, engine_parameters(case, case.engines[0], tp_rank, version=0), tp_rank)
+    return come_back(case, case.engine_tensors(0, case.engines[0], tp_rank), tp_rank)
 
 
 def come_back(case: FaultCase, parameters: Tensors, tp_rank: int) -> str:
@@ -226,7 +225,7 @@ def come_back(case: FaultCase, parameters: Tensors, tp_rank: int) -> str:
     receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
     receiver.connect(TIMEOUT_S)
     receiver.receive(1, receiver._plan_hash, TIMEOUT_S)  # alone, so not beside anything
-    expected = engine_parameters(case, case.engines[0], tp_rank, version=1)
+    expected = case.engine_tensors(1, case.engines[0], tp_rank)
     difference = first_difference(parameters, expected)
     return difference or receive(case, receiver, parameters, case.engines[0], tp_rank, first=2)
 
@@ -239,7 +238,7 @@ def receive(
         # A busy machine may be slow to start a successor; who has no fault waits for it.
         patient = case.with_timeout(TIMEOUT_S)
         difference = take_version(patient, receiver, parameters, version, receiver._plan_hash)
-        expected = engine_parameters(case, tp_size, tp_rank, version=version)
+        expected = case.engine_tensors(version, tp_size, tp_rank)
         difference = difference or first_difference(parameters, expected)
         if difference:
             return f"version {version}: {difference}"

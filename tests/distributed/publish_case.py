@@ -6,12 +6,19 @@ from typing import Any
 
 import torch
 
+from asyncrl.weights.engine_layout import engine_shards
 from asyncrl.weights.publisher import EngineEndpoint
+from tests.fp8_reference import fp8_tensors
 from tests.moe_reference import ExpertCut
 from tests.shard_reference import Tensors, engine_tensors, geometry, random_model
 
 TIMEOUT_S = 60.0
 FAULT_TIMEOUT_S = 8.0
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The biases by which experts are chosen stay in float32 on both sides."""
+    return torch.float32 if name.endswith(("expert_bias", "e_score_correction_bias")) else dtype
 
 
 class Case:
@@ -25,7 +32,8 @@ class Case:
         self.engines: list[int] = fields.get("engines", [1])
         self.engine_ep = int(fields.get("engine_ep", 1))
         self.trainer_dtype = getattr(torch, fields.get("trainer_dtype", "float32"))
-        self.engine_dtype = getattr(torch, fields.get("engine_dtype", "float32"))
+        self.fp8 = bool(fields.get("fp8"))  # the engine's matrices, beside bfloat16
+        self.engine_dtype = getattr(torch, fields.get("engine_dtype", "bfloat16" if self.fp8 else "float32"))
         self.bucket_bytes: int = fields.get("bucket_bytes", 2000)
         self.fault: str = fields.get("fault", "")
         self.staged = bool(fields.get("staged"))  # beside what is served, from a copy of the parameters
@@ -60,7 +68,30 @@ class Case:
         return min(self.trainer_dtype, self.engine_dtype, key=lambda dtype: dtype.itemsize)
 
     def engine_tensors(self, version: int, tp_size: int, tp_rank: int) -> Tensors:
-        return engine_tensors(self.geometry, self.model(version), tp_size, tp_rank, self.engine_ep)
+        """What one engine rank holds of a version: each tensor in its dtype, come through the wire's."""
+        plain = engine_tensors(self.geometry, self.model(version), tp_size, tp_rank, self.engine_ep)
+        if self.fp8:
+            shards = engine_shards(self.geometry, tp_size, tp_rank, self.engine_ep, fp8=True)
+            trained = {name: tensor.to(self.trainer_dtype) for name, tensor in plain.items()}
+            held = fp8_tensors(trained, shards)
+            return {
+                name: tensor.to(self.engine_dtype) if held[name] is trained.get(name) else tensor
+                for name, tensor in held.items()
+            }
+        return {
+            name: tensor.to(dtype_of(name, self.wire_dtype)).to(dtype_of(name, self.engine_dtype))
+            for name, tensor in plain.items()
+        }
+
+    def wire_bytes(self, tp_size: int, tp_rank: int) -> int:
+        """Of one engine rank's whole shard, padding included."""
+        total = 0
+        for name, tensor in self.engine_tensors(1, tp_size, tp_rank).items():
+            size = tensor.element_size()
+            if not name.endswith("_scale_inv"):
+                size = min(size, dtype_of(name, self.wire_dtype).itemsize)
+            total += tensor.numel() * size
+        return total
 
     @property
     def num_trainers(self) -> int:

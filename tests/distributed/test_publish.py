@@ -69,6 +69,16 @@ DELTAS: list[dict[str, Any]] = [
     {"name": "changes-cast", "tp": 2, "engines": [2], "engine_dtype": "bfloat16", "changed": [0.02, 0.9]},
     {"name": "changes-widened", "pp": 2, "engines": [2], "trainer_dtype": "bfloat16", "changed": [0.02, 0.9]},
 ]
+# Engines of fp8 blocks, which the trainer's ranks quantise; the second model's last blocks are ragged.
+BLOCKS = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 256}
+FP8: list[dict[str, Any]] = [
+    {"name": "fp8", "geometry": BLOCKS},
+    {"name": "fp8-tp2-pp2-to-tp2", "geometry": BLOCKS, "tp": 2, "pp": 2, "engines": [2]},
+    {"name": "fp8-dp2-bfloat16", "geometry": BLOCKS, "dp": 2, "engines": [2, 1], "trainer_dtype": "bfloat16"},
+    {"name": "fp8-ragged", "geometry": {**BLOCKS, "hidden_size": 320}, "engines": [2], "family": "qwen3"},
+    {"name": "fp8-staged-changes", "geometry": BLOCKS, "tp": 2, "engines": [2], "changed": [0.001, 0.0]}
+    | {"staged": True},
+]
 # Beside what the engine serves, from a copy of parameters that change meanwhile.
 STAGED: list[dict[str, Any]] = [
     {"name": "staged", "tp": 2, "pp": 2, "engines": [2]},
@@ -103,6 +113,7 @@ CASES = [
     *EXPERTS,
     *DELTAS,
     *({**case, "staged": True} for case in STAGED),
+    *({**case, "fp8": True, "bucket_bytes": 150_000} for case in FP8),
     *({**case, "name": fault_name(case), "bucket_bytes": 1000} for case in FAULTS),
 ]
 

@@ -7,8 +7,6 @@ with shards cut by plain torch.
 from __future__ import annotations
 
 import itertools
-import json
-from array import array
 
 import numpy as np
 import pytest
@@ -16,10 +14,11 @@ import torch
 
 from asyncrl.weights.geometry import ModelError
 from asyncrl.weights.layout import Block, ShardLayout
-from asyncrl.weights.pack import receiver_instructions, sender_table
-from asyncrl.weights.plan import RankLayout, TransferPlan, plan_transfer
+from asyncrl.weights.pack import sender_table
+from asyncrl.weights.plan import RankLayout, plan_transfer
 from asyncrl.weights.receiver import BucketCopies
 from tests.shard_reference import Tensors, engine_tensors, first_difference, geometry, random_model
+from tests.unit.plan_execution import transfer
 from tests.unit.trainer_ranks import Trainer, engine_ranks, trainer_ranks
 
 TRAINERS = [
@@ -44,36 +43,6 @@ PAIRS = [
         ("qwen3_moe", "deepseek_v3", "deepseek_v3_no_q_lora"), EXPERT_TRAINERS, EXPERT_ENGINES
     ),
 ]
-
-
-def transfer(
-    plan: TransferPlan, sources: list[list[torch.Tensor]]
-) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    """Run a plan: the receivers' parameters, and per receiver the digests of sender and receiver side."""
-    targets = [
-        [
-            torch.full(shard.shape, 9.0, dtype=getattr(torch, dtype))
-            for shard, dtype in zip(layout.shards, layout.dtypes, strict=True)
-        ]
-        for layout in plan.receivers
-    ]
-    digests = [[torch.zeros(len(parts), dtype=torch.int64) for _ in range(2)] for parts in targets]
-    instructions = [json.loads(receiver_instructions(plan, rank)) for rank in range(len(targets))]
-    for parts, told in zip(targets, instructions, strict=True):
-        for shard_idx, first_row in told["padding"]:
-            parts[shard_idx][first_row:] = 0
-    queues = [iter(told["buckets"]) for told in instructions]
-    for bucket in plan.buckets:
-        receiver, space = bucket.receiver, torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        num_digests = len(targets[receiver])
-        table = sender_table(plan, bucket)
-        copies = BucketCopies(table, sources[bucket.sender], bucket.num_bytes, num_digests)
-        copies.pack(sources[bucket.sender], space, digests[receiver][0])
-        told = next(queues[receiver])
-        assert (told["sender"], told["num_bytes"]) == (bucket.sender, bucket.num_bytes)
-        copies = BucketCopies(array("q", told["segments"]), targets[receiver], bucket.num_bytes, num_digests)
-        copies.unpack(targets[receiver], space, digests[receiver][1])
-    return targets, digests
 
 
 def named(layout: RankLayout, tensors: list[torch.Tensor]) -> Tensors:
@@ -207,7 +176,8 @@ def test_digests_see_a_flipped_bit_and_swapped_rows() -> None:
     def digest(values: torch.Tensor) -> int:
         total = torch.zeros(1, dtype=torch.int64)
         space = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        BucketCopies(sender_table(plan, bucket), [values], bucket.num_bytes, 1).pack([values], space, total)
+        table, _ = sender_table(plan, bucket)
+        BucketCopies(table, [values], bucket.num_bytes, 1).pack([values], space, total)
         return int(total)
 
     flipped = rows.clone()
