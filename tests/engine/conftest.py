@@ -6,6 +6,7 @@ Each test gets a client of its own; afterwards the engine is running again and s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import subprocess
@@ -16,14 +17,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import EngineConfig
 from asyncrl.engines.process import EngineCommand, engine_command, free_port, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
+from asyncrl.weights.geometry import ModelGeometry
+from asyncrl.weights.hf import read_shards
+from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
+from asyncrl.weights.publisher import Publisher
 from tests.tiny_models import make_tiny
 
 START_TIMEOUT_S = 240.0
+TIMEOUT_S_WEIGHTS = 60.0
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -57,6 +64,20 @@ def start_engine(model: Path, directory: Path, *, tp_size: int, extra: tuple[str
     )
     log = directory / f"{name}-{port}.log"
     return RunningEngine(name, f"http://127.0.0.1:{port}", token, tp_size, start_process(command, log), log)
+
+
+@contextlib.contextmanager
+def trainer_of_one_rank(model: Path) -> Iterator[tuple[Publisher, dict[str, torch.Tensor]]]:
+    """A trainer that holds the whole model, and its tensors."""
+    geometry = ModelGeometry.from_hf(model)
+    layers = tuple(range(1, geometry.num_layers + 1))
+    coord = MegatronCoord(1, 0, layers, has_embedding=True, has_output=True, padded_vocab=384)
+    shards = megatron_shards(geometry, coord)
+    tensors = {shard.name: torch.zeros(shard.shape) for shard in shards}
+    read_shards(model, shards, tensors)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Publisher(0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS), tensors
+    dist.destroy_process_group()
 
 
 def start_process(command: EngineCommand, log: Path) -> subprocess.Popen[bytes]:

@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from asyncrl.engines.sglang import SGLangEngine
-from asyncrl.weights.geometry import ModelGeometry
-from asyncrl.weights.hf import read_shards
-from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import Publisher
-from tests.engine.conftest import RunningEngine, start_engine, until_ready
-from tests.engine.test_weights import TIMEOUT_S_WEIGHTS, connect, publish
+from tests.engine.conftest import (
+    TIMEOUT_S_WEIGHTS,
+    RunningEngine,
+    start_engine,
+    trainer_of_one_rank,
+    until_ready,
+)
+from tests.engine.test_weights import connect, publish
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.long
@@ -49,15 +50,9 @@ async def engine(running: RunningEngine) -> AsyncIterator[SGLangEngine]:
 
 @pytest.fixture
 def publisher(models: tuple[Path, Path]) -> Iterator[Publisher]:
-    """A trainer of one rank that holds version 1."""
-    geometry = ModelGeometry.from_hf(models[1])
-    layers = tuple(range(1, geometry.num_layers + 1))
-    shards = megatron_shards(geometry, MegatronCoord(1, 0, layers, True, True, padded_vocab=384))
-    tensors = {shard.name: torch.zeros(shard.shape) for shard in shards}
-    read_shards(models[1], shards, tensors)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Publisher(0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS)
-    dist.destroy_process_group()
+    """Of a trainer that holds version 1."""
+    with trainer_of_one_rank(models[1]) as (publisher, _):
+        yield publisher
 
 
 async def test_publication_equals_a_load_from_disk(

@@ -8,33 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from asyncrl.engines.base import EngineError, GenerateRequest, WeightGroup, new_rid
 from asyncrl.engines.process import free_port
 from asyncrl.engines.sglang import SGLangEngine
-from asyncrl.weights.geometry import ModelGeometry
-from asyncrl.weights.hf import read_shards
-from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
-from tests.engine.conftest import Reference, assert_logprobs_equal
+from tests.engine.conftest import (
+    TIMEOUT_S_WEIGHTS,
+    Reference,
+    assert_logprobs_equal,
+    trainer_of_one_rank,
+)
 from tests.engine.test_generate import PROMPT, TIMEOUT_S, greedy, start
-
-TIMEOUT_S_WEIGHTS = 60.0
 
 
 @pytest.fixture(scope="module")
 def trainer(model_dirs: tuple[Path, Path]) -> Iterator[tuple[Publisher, dict[str, torch.Tensor]]]:
-    """A trainer of one rank that holds version 1 of the model, and its tensors."""
-    geometry = ModelGeometry.from_hf(model_dirs[1])
-    layers = tuple(range(1, geometry.num_layers + 1))
-    coord = MegatronCoord(1, 0, layers, has_embedding=True, has_output=True, padded_vocab=384)
-    shards = megatron_shards(geometry, coord)
-    tensors = {shard.name: torch.zeros(shard.shape) for shard in shards}
-    read_shards(model_dirs[1], shards, tensors)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Publisher(0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS), tensors
-    dist.destroy_process_group()
+    """It holds version 1 of the model."""
+    with trainer_of_one_rank(model_dirs[1]) as trainer:
+        yield trainer
 
 
 async def connect(engine: SGLangEngine, publisher: Publisher, ep_size: int = 1) -> EngineEndpoint:
