@@ -19,6 +19,8 @@ from asyncrl.data.torchvision_ops import declare_torchvision_operators
 declare_torchvision_operators()
 
 from transformers import (  # noqa: E402
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -31,12 +33,40 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-Kind = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+Kind = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+DEEPSEEK_SIZES = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
 DEFAULT_VOCAB = 272  # room for 256 bytes and the special tokens; no multiple of 64, so that padding shows
 
 
@@ -99,6 +129,8 @@ def make_tiny(
     elif kind == "qwen3_moe":
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=head_dim, rms_norm_eps=1e-6, **experts, **common))
+    elif kind == "deepseek_v3":
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**common | DEEPSEEK_SIZES))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=head_dim, rms_norm_eps=1e-6, **common))
     _randomise(model, seed)
@@ -117,3 +149,6 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(0.15 * noise)
             else:  # a norm's weight (1 from the constructor) or a bias (0 from the constructor)
                 parameter.copy_(parameter.float() + 0.1 * noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -170,11 +170,20 @@ def _receive(
         )
     elif group_name not in _receivers:
         raise RuntimeError(f"weight group {group_name} is not connected; send action connect first")
-    elif order.action == "take":
-        _receivers[group_name].take(order.version, order.timeout_s)
     else:
-        _receivers[group_name].receive(order.version, order.plan_hash, order.timeout_s)
+        _bring(order, _receivers[group_name], updater.get_model())
     return []
+
+
+def _bring(order: Order, receiver: Any, model: torch.nn.Module) -> None:
+    """One version into the live parameters, and into what the model derives from them, in place."""
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    if order.action == "take":
+        receiver.take(order.version, order.timeout_s)
+    else:
+        receiver.receive(order.version, order.plan_hash, order.timeout_s)
+    post_load_weights(model)  # latent attention: w_kc and w_vc, which are no parameters
 
 
 def _connect(
