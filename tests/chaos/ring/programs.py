@@ -85,10 +85,11 @@ def mutants() -> list[Mutant]:
 
 
 def copy_sources() -> Path:
-    """A tree of the sources to plant defects in, with a build that is reused."""
+    """A tree of the sources to plant defects in. Its files are new, so that what an earlier defect was built
+    into is built again."""
     target = BUILD / "ring-mutants-source"
     for name in ("csrc", "tests/chaos/ring", "tests/cpp"):
-        shutil.copytree(REPO / name, target / name, dirs_exist_ok=True)
+        shutil.copytree(REPO / name, target / name, dirs_exist_ok=True, copy_function=shutil.copy)
     shutil.copy(REPO / "CMakeLists.txt", target)
     return target
 
