@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import EngineConfig
-from asyncrl.engines.process import engine_command, free_port, wait_until_ready
+from asyncrl.engines.ports import free_port
+from asyncrl.engines.process import engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.launch.child import Child
 

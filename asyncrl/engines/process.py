@@ -6,7 +6,6 @@ EngineConfig -> EngineCommand (arguments and environment) -> [supervisor starts 
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,13 +28,6 @@ class EngineCommand:
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def engine_command(

@@ -26,7 +26,8 @@ from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.messages import EngineInfo, ProcessInfo
 from asyncrl.control.server import build_app, serve
 from asyncrl.engines.base import Engine, EngineError
-from asyncrl.engines.process import engine_command, free_port, wait_until_ready
+from asyncrl.engines.ports import free_port
+from asyncrl.engines.process import engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.launch.child import Child
 from asyncrl.launch.engines import engine_name

@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ import ray
 from asyncrl.config import Config
 from asyncrl.control.client import ControlAddress, ControlClient, ControlError
 from asyncrl.control.messages import Phase, RunState
+from asyncrl.engines.ports import free_port
 from asyncrl.launch.actors import COORDINATOR_NAME, CoordinatorActor, EngineActor, RolloutActor
 from asyncrl.launch.child import Child
 from asyncrl.launch.engines import EngineFleet, engine_log
@@ -172,7 +172,7 @@ class LocalRun:
         return Child(
             "trainer",
             [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
-            + ["--master-addr=127.0.0.1", f"--master-port={_free_port()}", "--max-restarts=0"]
+            + ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--max-restarts=0"]
             + ["-m", "asyncrl.train", str(self._config.run_dir / "config.toml")],
             log=self._log_dir / "torchrun.log",
             environment=environment,
@@ -287,10 +287,3 @@ class LocalRun:
             child.end(timeout_s=20.0)  # on a starved machine; otherwise two seconds
         self._watcher.close()
         shutil.rmtree(self._ring_dir, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

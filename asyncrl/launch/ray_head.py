@@ -6,7 +6,6 @@ network. The session directory is short (unix socket paths end at 107 bytes) and
 
 from __future__ import annotations
 
-import random
 import socket
 import sys
 import tempfile
@@ -17,12 +16,12 @@ from pathlib import Path
 
 import ray
 
+from asyncrl.engines.ports import free_ports
 from asyncrl.launch.child import Child
 
 NODE_ADDRESS = "127.0.0.2"
 NAMESPACE = "asyncrl"
 ATTEMPTS = 3
-PORTS = (20000, 32000)
 OBJECT_STORE_BYTES = 80_000_000  # actors exchange short JSON strings only
 
 
@@ -66,7 +65,7 @@ def start_ray(log: Path, num_cpus: int, timeout_s: float, on_spawn: Callable[[Ra
 
 
 def _spawn(log: Path, num_cpus: int) -> RayHead:
-    port, client_port = _free_ports(2)
+    port, client_port = free_ports(2)
     session = Path(tempfile.mkdtemp(prefix="arl-"))
     child = Child(
         "ray",
@@ -105,20 +104,3 @@ def _wait_for_port(head: RayHead, timeout_s: float) -> None:
     code = head.child.exit_code()
     what = f"ended with status {code}" if code is not None else f"did not answer within {timeout_s:.0f} s"
     raise RayError(f"ray {what}; see {head.child.log}")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Distinct ports that are free on every address, below those that the kernel hands out by itself."""
-    probes: list[socket.socket] = []
-    while len(probes) < count:
-        probe = socket.socket()
-        try:
-            probe.bind(("", random.SystemRandom().randrange(*PORTS)))
-        except OSError:  # taken: draw another
-            probe.close()
-            continue
-        probes.append(probe)
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import EngineConfig
-from asyncrl.engines.process import EngineCommand, engine_command, free_port, wait_until_ready
+from asyncrl.engines.ports import free_port
+from asyncrl.engines.process import EngineCommand, engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.hf import read_shards

@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config import EngineConfig
 from asyncrl.engines.base import EngineError
-from asyncrl.engines.process import engine_command, free_port, wait_until_ready
+from asyncrl.engines.ports import free_port
+from asyncrl.engines.process import engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from tests.engine.conftest import start_process
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.engines.base import EngineError, GenerateRequest, WeightGroup, new_rid
-from asyncrl.engines.process import free_port
+from asyncrl.engines.ports import free_port
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from tests.engine.conftest import (

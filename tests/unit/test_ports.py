@@ -1,0 +1,28 @@
+"""Ports that are bound a minute after they were chosen."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncrl.engines import ports
+from asyncrl.engines.ports import PORTS, free_port, free_ports
+
+
+def test_ports_are_not_among_those_that_the_kernel_hands_out() -> None:
+    first_of_the_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    chosen = free_ports(50)
+    assert len(set(chosen)) == 50
+    assert all(PORTS[0] <= port < PORTS[1] for port in chosen)
+    assert PORTS[1] <= first_of_the_kernel
+
+
+def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = free_port()
+    monkeypatch.setattr(ports, "PORTS", (taken, taken + 2))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", taken))
+        listener.listen()
+        assert {free_port() for _ in range(20)} == {taken + 1}
