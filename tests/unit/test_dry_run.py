@@ -73,6 +73,29 @@ def test_engine_memory(tmp_path: Path) -> None:
     assert memory.kv_cache == 1000 * 30 * 2 * 3 * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("weights", "trainer_copies", "engine_copies"),
+    [
+        ({}, 0, 0),
+        ({"delta": True}, 1, 0),
+        ({"overlap": True}, 1, 0),
+        ({"delta": True, "overlap": True}, 2, 0),
+        ({"stage": "device"}, 0, 1),
+        ({"stage": "host", "overlap": True}, 1, 1),
+    ],
+)
+def test_copies_for_publications_count(
+    tmp_path: Path, weights: dict[str, Any], trainer_copies: int, engine_copies: int
+) -> None:
+    model = write_model(tmp_path / "m")
+    geometry, size = ModelGeometry.from_hf(model), 4 * SMOLLM2_PARAMETERS
+    plain, config = configure(model), configure(model, weights=weights)
+    [before], [after] = (memory_estimate(each, geometry) for each in (plain, config))
+    assert after.total - before.total == trainer_copies * size
+    engine = engine_memory(config, geometry).total - engine_memory(plain, geometry).total
+    assert engine == engine_copies * size
+
+
 def test_stages_hold_every_layer_once() -> None:
     assert stage_layers(8, 2, 2, 0) == ((1, 2), (5, 6))
     assert stage_layers(8, 2, 2, 1) == ((3, 4), (7, 8))
