@@ -79,7 +79,7 @@ class Publishing:
     async def _pause_all(self, order: FlightName, before: Fleet) -> tuple[str, ...]:
         roster = self._roster
         flight = self._in_flight("PREPARE", order)
-        for name in flight.waiting:
+        for name in sorted(flight.waiting):
             roster.seat(name).served = before.members[name].version >= 0
         limit_s = 4 * self._timeout_s + 2 * MARGIN_S
         self._overdue = asyncio.get_running_loop().call_later(limit_s, self._abort_later, order, limit_s)
@@ -109,7 +109,7 @@ class Publishing:
         roster = self._roster
         roster.fleet = protocol.begin_transfer(roster.fleet, order.version, order.epoch)
         flight = self._in_flight("TRANSFER", order)
-        for name in flight.waiting:
+        for name in sorted(flight.waiting):
             seat = roster.seat(name)
             seat.cancel()
             seat.work = asyncio.ensure_future(self._receive(flight, seat, action))

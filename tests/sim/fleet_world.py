@@ -250,7 +250,7 @@ class FleetWorld:
         staging = StageOrder(**dict(order), place="device")
         ready = await self.ask(self.coordinator.stage, staging)
         failures = await self.send_to_all(ready, order.version)
-        for name in set(ready) - failures.keys():
+        for name in sorted(set(ready) - failures.keys()):
             engine = self.processes[name, self.met[name][0]]
             if engine.staging is not None:
                 await asyncio.wait({engine.staging}, timeout=TIMEOUT_S)

@@ -6,6 +6,8 @@ More: ASYNCRL_SIM_SEEDS=5000 pytest tests/sim, or python -m tests.sim.fleet_run 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +54,23 @@ def test_every_schedule_keeps_every_rule() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_seed_replays_exactly(seed: int) -> None:
     assert run_seed(seed) == run_seed(seed)
+
+
+def test_a_seed_replays_in_another_process() -> None:
+    """Where the order of a set of names is another one."""
+    program = "from tests.sim.fleet_run import run_seed; print([run_seed(seed).digest for seed in range(12)])"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(printed) == 1
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[m.name.replace(" ", "-") for m in MUTANTS])
