@@ -1,4 +1,7 @@
-"""Two real engines: one is killed, the run goes on, the engine comes back with the current version."""
+"""Two real engines: one is killed, the run goes on, the engine comes back with the current version.
+
+Minutes long, so for `make chaos-runs`; a lone engine's death is in test_runs.py, a fleet's in the simulator.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.runs import Run, assert_gone, assert_trained_once, shared_memory, started
+
+pytestmark = pytest.mark.long
 
 START_S = 300.0
 RETURN_S = 300.0
@@ -63,7 +68,6 @@ def test_a_killed_engine_comes_back_and_no_sample_is_lost_or_trained_twice(tmp_p
         assert 0 <= line["staleness/max"] <= 1  # rollout.max_staleness
 
 
-@pytest.mark.long
 def test_the_death_of_both_engines_ends_the_run_with_the_first(tmp_path: Path) -> None:
     before = shared_memory()
     overrides = ("engine.replicas=2", "train.steps=5000", "weights.verify=false")

@@ -152,8 +152,7 @@ def test_ctrl_c_during_start_up_ends_everything_too(tmp_path: Path, reached: Cal
     ("victim", "name", "report"),
     [
         ("rank", "-u -m asyncrl.train", "trainer rank"),
-        # Beside this one, test_engine_death.py kills an engine in every run of the tests.
-        pytest.param("scheduler", "sglang::scheduler", "engine-0 scheduler", marks=pytest.mark.long),
+        ("scheduler", "sglang::scheduler", "engine-0 scheduler"),
     ],
 )
 def test_a_killed_process_is_named_with_its_cause(
