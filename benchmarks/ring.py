@@ -170,9 +170,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer transports, one producer, under 50 s")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="write a plot to this file")
-    parser.add_argument("--rounds", type=int, help="default 5, quick 2")
+    parser.add_argument("--rounds", type=int, help="default 5, quick 3")
     args = parser.parse_args()
-    rounds = args.rounds or (2 if args.quick else 5)
+    rounds = args.rounds or (3 if args.quick else 5)
     rows = measure(settings_of(args.quick), rounds, 0.12 if args.quick else 0.5, latency=not args.quick)
     print(table(rows))
     if args.json:
