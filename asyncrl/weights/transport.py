@@ -18,14 +18,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    _new_process_group_helper,
-    _world,
-)
+from torch._C._distributed_c10d import TCPStore
 
+from asyncrl.weights.groups import join_at
 from asyncrl.weights.pack import sender_table
 from asyncrl.weights.plan import Bucket, TransferPlan
 from asyncrl.weights.receiver import BucketCopies
@@ -74,25 +69,13 @@ def join_group(
         store = TCPStore(
             endpoint.master_address, endpoint.master_port, world_size, is_master=rank == 0, timeout=timeout
         )
-        group: dist.ProcessGroup
-        group, _ = _new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            Backend(backend),
-            PrefixStore(endpoint.group_name, store),
-            group_name=GroupName(endpoint.group_name),
-            timeout=timeout,
-        )
+        return join_at(store, endpoint.group_name, rank, world_size, backend, timeout_s)
     except RuntimeError as error:
         where = f"{endpoint.master_address}:{endpoint.master_port}"
         raise WeightUpdateError(
             f"engine {endpoint.name}: its {endpoint.tp_size} ranks and {num_senders} of the trainer did not"
             f" meet at {where} within {timeout_s:.0f} s: {str(error).splitlines()[0]}"
         ) from error
-    # Point-to-point calls look a group's ranks up here; a group beside the default one is not in it.
-    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group
 
 
 @dataclass(frozen=True, slots=True)

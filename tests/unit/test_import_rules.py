@@ -34,7 +34,12 @@ MEGATRON_EXT_MAY_IMPORT = ("asyncrl.algo", "asyncrl.types", "asyncrl.weights.lay
 """And what describes a model: its geometry and the layout of its own side."""
 MODEL_DESCRIPTION = ("asyncrl.weights.geometry", "asyncrl.weights.megatron_layout")
 
-RECEIVER = ("asyncrl.weights.receiver", "asyncrl.weights.second_copy", "asyncrl.weights.wire")
+RECEIVER = (
+    "asyncrl.weights.groups",
+    "asyncrl.weights.receiver",
+    "asyncrl.weights.second_copy",
+    "asyncrl.weights.wire",
+)
 FORBIDDEN_MODULES = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle")
 FORBIDDEN_CALLS = ("eval", "exec")
 
