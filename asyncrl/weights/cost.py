@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.weights.moves import Messages, Moves, message_rounds, pairs_of
+from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.tables import Ints
 
 STRATEGIES = ("p2p", "broadcast", "relay")
@@ -154,6 +155,12 @@ def choose(estimates: Sequence[Estimate]) -> Estimate:
     """The first that costs hardly more than the cheapest."""
     cheapest = min(item.simulated_s for item in estimates)
     return next(item for item in estimates if item.simulated_s <= PREFERENCE * cheapest)
+
+
+def cheapest_strategy(plan: TransferPlan, num_replicas: int, links: Links) -> str:
+    """For engines of one plan, by the times of messages of the best size."""
+    traffic = EngineTraffic.of(plan.moves, len(plan.senders), len(plan.receivers), skew=1.0)
+    return choose([estimate(traffic, num_replicas, links, name) for name in STRATEGIES]).strategy
 
 
 def _round_loads(traffic: EngineTraffic, messages: tuple[Ints, Ints, Ints, Ints], copies: int) -> Ints:

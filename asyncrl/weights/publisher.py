@@ -2,35 +2,39 @@
 
     construct: the layouts of all trainer ranks are exchanged once
     connect:   `handshake` with one engine ends in a plan; this rank's part of it becomes a `BucketSender`
-    begin:     every rank sends its buckets to each engine, one thread per engine, from its parameters or from
-               a copy of them, so that they may change meanwhile. With ``delta`` every rank keeps what it
-               published last, and an engine that holds just that is told the changes since
+    link:      engines of one plan pass buckets on to each other, so that each leaves the trainer once
+    begin:     every rank sends its buckets to each engine, or to each link, one thread for each, from its
+               parameters or from a copy of them, so that they may change meanwhile. With ``delta`` every rank
+               keeps what it published last, and an engine that holds just that is told the changes since
     finish:    the outcome is exchanged
 
 All ranks call each method together and with the same arguments. An engine fails alone: its failure is part of
-the result on every rank, its group is left, and the other engines go on.
+the result on every rank, its group is left, and the other engines go on. Linked engines fail together, and
+are sent to one by one until they are linked again.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.weights.collective import exchange_layouts, gather_messages
+from asyncrl.weights.collective import exchange_layouts
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.handshake import Handshake, Meeting
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import TransferPlan
-from asyncrl.weights.transport import BucketSender, EngineEndpoint, Version
+from asyncrl.weights.routes import Linked
+from asyncrl.weights.sending import Parcel, Sending, exchange_outcomes, failures_anywhere
+from asyncrl.weights.transport import BucketSender, EngineEndpoint, LinkedBy, Target, Version
 from asyncrl.weights.wire import NO_BASE, WeightUpdateError
 
-__all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher"]
+Strategy = Literal["p2p", Linked]
+
+__all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher", "Sending", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +68,9 @@ class _Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Of one rank's sending to one engine."""
-
-    num_bytes: int
-    reason: str  # why it failed, or an empty string
-    seconds: float  # until its last bucket had left
-
-
-class Sending:
-    """One version on its way, on threads of its own; `Publisher.finish` ends it."""
-
-    def __init__(
-        self,
-        version: Version,
-        connections: Mapping[str, _Connection],
-        base: Version | None,
-        timeout_s: float,
-        staged: bool,
-    ) -> None:
-        self.version = version
-        self.connections = dict(connections)
-        self._began = time.monotonic()
-        self._staged = staged
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=max(1, len(connections)))
-        self._outcomes: dict[str, Future[_Outcome]] = {
-            name: self._pool.submit(self._send, connection, base) for name, connection in connections.items()
-        }
-
-    def _send(self, connection: _Connection, base: Version | None) -> _Outcome:
-        holds_base = base is not None and base.version == connection.held
-        num_bytes, reason = 0, ""
-        try:
-            num_bytes = connection.sender.send(
-                self.version, self._timeout_s, base if holds_base else None, staged=self._staged
-            )
-        except WeightUpdateError as error:
-            reason = str(error)
-        return _Outcome(num_bytes, reason, time.monotonic() - self._began)
-
-    def wait(self) -> list[_Outcome]:
-        """This rank's outcomes, by engine in the order of ``connections``; every send has a deadline."""
-        outcomes = [future.result() for future in self._outcomes.values()]
-        self._pool.shutdown()
-        return outcomes
-
-    def failures_here(self) -> dict[str, str]:
-        """The engines to which this rank could not send, and why, once it has sent to the others."""
-        pairs = zip(self.connections, self.wait(), strict=True)
-        return {name: outcome.reason for name, outcome in pairs if outcome.reason}
+class _Linked:
+    engines: tuple[str, ...]
+    sender: BucketSender
 
 
 class Publisher:
@@ -125,6 +82,7 @@ class Publisher:
         timeout_s: deadline of joining a group, and of one publication to one engine.
         delta: keep a copy of the parameters of the last version, and send what changed since. A version that
             is sent from a copy needs room for one more meanwhile.
+        choose: the strategy for the first engine's plan, taken to be that of all.
 
     Raises:
         ModelError: a tensor does not fit its layout.
@@ -140,6 +98,7 @@ class Publisher:
         bucket_bytes: int,
         timeout_s: float,
         delta: bool = False,
+        choose: Callable[[TransferPlan], Strategy] = lambda _: "p2p",
     ) -> None:
         if dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise ModelError(
@@ -150,6 +109,9 @@ class Publisher:
         self._handshake = Handshake(rank, senders, geometry, bucket_bytes, timeout_s)
         self._connections: dict[str, _Connection] = {}
         self._delta = delta
+        self._choose = choose
+        self._strategy: Strategy = "p2p"
+        self._linked: _Linked | None = None
         self._last: Version | None = None  # what was published last
         self._spare: Sequence[torch.Tensor] | None = None  # room for a copy
 
@@ -162,11 +124,41 @@ class Publisher:
         if endpoint.name in self._connections:
             raise WeightUpdateError(f"engine {endpoint.name} is connected already; disconnect it first")
         loads = [0] * len(self._handshake.senders)
-        for connection in self._connections.values():
-            loads = [sum(pair) for pair in zip(loads, connection.plan.sent_bytes(), strict=True)]
+        if self._strategy == "p2p":  # else engines have one plan
+            for connection in self._connections.values():
+                loads = [sum(pair) for pair in zip(loads, connection.plan.sent_bytes(), strict=True)]
         meeting = self._handshake.meet(endpoint, loads)
-        sender = BucketSender(meeting.plan, self._handshake.rank, meeting.group, self._tensors)
+        if not self._connections:
+            self._strategy = self._choose(meeting.plan)
+        target = Target(endpoint.name, meeting.group)
+        sender = BucketSender(meeting.plan, self._handshake.rank, [target], self._tensors)
         self._connections[endpoint.name] = _Connection(meeting, sender)
+
+    @property
+    def strategy(self) -> str:
+        """How engines of one plan are to be sent to; known once one is connected."""
+        return self._strategy
+
+    def linkable(self) -> tuple[str, ...]:
+        """The engines that a link would help: the most of one plan, by name, where there are several."""
+        by_plan: dict[str, list[str]] = {}
+        for name in sorted(self._connections):
+            by_plan.setdefault(self._connections[name].plan.plan_hash, []).append(name)
+        most = max(by_plan.values(), key=len, default=[])
+        return tuple(most) if len(most) > 1 and self._strategy != "p2p" else ()
+
+    def link(self, engines: Sequence[str], number: int, strategy: Linked) -> None:
+        """Send to these engines together from now on; their ranks have joined link ``number``, as its
+        replicas in this order."""
+        targets = [Target(name, self._connections[name].meeting.group) for name in engines]
+        plan, linked_by = self._connections[engines[0]].plan, LinkedBy(number, strategy)
+        sender = BucketSender(plan, self._handshake.rank, targets, self._tensors, linked_by)
+        self._linked = _Linked(tuple(engines), sender)
+
+    @property
+    def linked(self) -> tuple[str, ...]:
+        """The engines that pass buckets on to each other."""
+        return self._linked.engines if self._linked else ()
 
     def publish(self, endpoints: Sequence[EngineEndpoint], version: int) -> PublishStats:
         """Send one version to connected engines; the parameters must not change meanwhile.
@@ -182,16 +174,38 @@ class Publisher:
         *,
         staged: bool = False,
         from_copy: bool = False,
+        again: Sending | None = None,
     ) -> Sending:
         """Begin to send one version to connected engines; one at a time.
 
         Args:
             staged: the engines receive it beside what they serve.
             from_copy: copy the parameters first, so that they may change at once.
+            again: the sending that was finished last, whose parameters are to be sent again.
         """
-        sent = self._copied(version) if from_copy else Version(version, self._tensors)
-        connections = {endpoint.name: self._connections[endpoint.name] for endpoint in endpoints}
-        return Sending(sent, connections, self._last, self._handshake.timeout_s, staged)
+        if again is not None:
+            sent, self._spare = again.version, None
+        else:
+            sent = self._copied(version) if from_copy else Version(version, self._tensors)
+        names = [endpoint.name for endpoint in endpoints]
+        return Sending(sent, self._parcels(names), self._handshake.timeout_s, staged)
+
+    def _parcels(self, names: Sequence[str]) -> list[Parcel]:
+        """Who is sent to together: those that are linked, where all of them are to be sent to."""
+        linked = self._linked if self._linked and set(self._linked.engines) <= set(names) else None
+        together = linked.engines if linked else ()
+        parcels = [Parcel(linked.engines, linked.sender, self._base(linked.engines))] if linked else []
+        return parcels + [
+            Parcel((name,), self._connections[name].sender, self._base((name,)))
+            for name in names
+            if name not in together
+        ]
+
+    def _base(self, engines: Sequence[str]) -> Version | None:
+        """What is kept of the version that all of these engines hold."""
+        last = self._last
+        holds = last is not None and all(self._connections[e].held == last.version for e in engines)
+        return last if holds else None
 
     def finish(self, sending: Sending, taken_by: Collection[str] | None = None) -> PublishStats:
         """Wait until every rank has sent; engines that fail are in the result and no longer connected.
@@ -200,30 +214,30 @@ class Publisher:
             taken_by: the engines that serve the version; default: all that did not fail.
         """
         outcomes = sending.wait()
-        everybody = _exchange(outcomes)
-        failures = _failures(list(sending.connections), everybody)
-        for failure in failures:
-            self.disconnect(failure.engine)
-        version = sending.version.version
-        for name in sending.connections.keys() & self._connections.keys():
-            sending.connections[name].held = version if taken_by is None or name in taken_by else NO_BASE
+        everybody = exchange_outcomes(outcomes)
+        failures = failures_anywhere(everybody)
+        for engine in failures:
+            self.disconnect(engine)
+        version, received = sending.version.version, 0
+        for parcel, of_ranks in zip(sending.parcels, zip(*everybody, strict=True), strict=True):
+            for name in set(parcel.engines) & self._connections.keys():
+                received += sum(outcome.num_bytes for outcome in of_ranks)
+                took = taken_by is None or name in taken_by
+                self._connections[name].held = version if took else NO_BASE
         self._keep(sending.version)
         return PublishStats(
             seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
             bytes_sent=sum(outcome.num_bytes for outcome in outcomes),
-            bytes_received_total=sum(
-                outcome.num_bytes
-                for name, of_engine in zip(sending.connections, zip(*everybody, strict=True), strict=True)
-                if name in self._connections
-                for outcome in of_engine
-            ),
-            num_buckets=sum(item.sender.num_buckets for item in sending.connections.values()),
-            failures=tuple(failures),
+            bytes_received_total=received,
+            num_buckets=sum(parcel.sender.num_buckets for parcel in sending.parcels),
+            failures=tuple(EngineFailure(engine, reason) for engine, reason in failures.items()),
         )
 
     def _keep(self, sent: Version) -> None:
         """With ``delta``, remember what was sent: an engine that takes it holds just these parameters."""
         is_copy = sent.parameters is not self._tensors
+        if sent is self._last:  # sent again
+            return
         if not self._delta:
             self._spare = sent.parameters if is_copy else None
             return
@@ -253,24 +267,10 @@ class Publisher:
     def disconnect(self, engine: str) -> None:
         """Leave an engine's group; does nothing for an engine that failed and was left before."""
         connection = self._connections.pop(engine, None)
+        if engine in self.linked:
+            self._linked = None
         if connection is not None:
             dist.destroy_process_group(connection.meeting.group)
-
-
-def _exchange(own: Sequence[_Outcome]) -> list[list[_Outcome]]:
-    """Per trainer rank, per engine."""
-    told = json.dumps([[outcome.num_bytes, outcome.reason, outcome.seconds] for outcome in own]).encode()
-    return [[_Outcome(*item) for item in json.loads(message)] for message in gather_messages(told)]
-
-
-def _failures(engines: Sequence[str], everybody: Sequence[Sequence[_Outcome]]) -> list[EngineFailure]:
-    """For every engine that failed on any trainer rank, the first such rank's reason."""
-    failures = []
-    for engine, outcomes in zip(engines, zip(*everybody, strict=True), strict=True):
-        told = [f"trainer rank {rank}: {item.reason}" for rank, item in enumerate(outcomes) if item.reason]
-        if told:
-            failures.append(EngineFailure(engine, told[0]))
-    return failures
 
 
 def _usable(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:

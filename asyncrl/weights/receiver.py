@@ -15,8 +15,7 @@ otherwise `WeightUpdateError` is raised on all ranks, and the weights may be par
 serve until it has received a whole version.
 
 This module runs inside the engine's process, whose environment may hold nothing of ours but this file, the
-second copy, the wire format and the extension: it imports torch, `asyncrl._C`, `asyncrl.weights.second_copy`
-and `asyncrl.weights.wire` alone.
+routes, the second copy, the wire format and the extension.
 """
 
 from __future__ import annotations
@@ -30,18 +29,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import asyncrl._C as _C
+from asyncrl.weights.copies import BucketCopies
+from asyncrl.weights.routes import Direct, Link, LinkOrder, Route, route_over
 from asyncrl.weights.second_copy import Place, SecondCopy
 from asyncrl.weights.wire import (
+    EMPTY_HEADER,
     FAILED,
     NO_BASE,
+    NO_LINK,
     VERIFIED,
     WHOLE,
     Deadline,
+    Header,
     WeightUpdateError,
     apply_changes,
     bytes_per_change,
-    header_of,
     receive_message,
     send_message,
     staging,
@@ -49,47 +51,6 @@ from asyncrl.weights.wire import (
     start_send,
     transfer_device,
 )
-
-
-class BucketCopies:
-    """The copies between one bucket and one rank's parameters, run on the device that holds them.
-
-    ``parameters`` stand for all lists of tensors of the same shapes, dtypes and device.
-    ``table`` has ten int64 fields per segment, as csrc/reshard/index.h's Segment orders them;
-    ``block_scales`` five per segment that quantises, as BlockScales orders them.
-    """
-
-    def __init__(
-        self,
-        table: array[int],
-        parameters: Sequence[torch.Tensor],
-        num_bytes: int,
-        num_digests: int,
-        block_scales: array[int] | None = None,
-    ) -> None:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        program = _C.CopyProgram(table, sizes, num_bytes, num_digests, block_scales)
-        on_cuda = bool(parameters) and parameters[0].is_cuda
-        if on_cuda and not _C.with_cuda:
-            raise WeightUpdateError("asyncrl._C was built without CUDA; rebuild it where nvcc is found")
-        self._program = _C.CudaProgram(program) if on_cuda else program
-        self._on_cuda = on_cuda
-
-    def pack(self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor) -> None:
-        """Fill a bucket, uint8, and add to the digests, int64."""
-        self._program.pack(*self._arguments(parameters, space, digests))
-
-    def unpack(self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor) -> None:
-        """Write the parameters from a bucket, uint8, and add to the digests, int64."""
-        self._program.unpack(*self._arguments(parameters, space, digests))
-
-    def _arguments(
-        self, parameters: Sequence[torch.Tensor], space: torch.Tensor, digests: torch.Tensor
-    ) -> tuple[Any, ...]:
-        # Addresses are read every time: a parameter's storage may have been replaced since.
-        addresses = [parameter.data_ptr() for parameter in parameters]
-        stream = (torch.cuda.current_stream().cuda_stream,) if self._on_cuda else ()
-        return addresses, space.data_ptr(), digests.data_ptr(), *stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +103,7 @@ class Receiver:
         self._buckets: list[_ReceiverBucket] = []
         self._held = NO_BASE  # the version that was verified last
         self._second: SecondCopy | None = None
+        self._link: Link | None = None
 
     def connect(self, timeout_s: float) -> None:
         """Report what this rank holds and take the plan's instructions.
@@ -196,10 +158,19 @@ class Receiver:
         second.copy_to(self._order)
         self._held = version
 
+    def link(self, order: LinkOrder, tp_rank: int) -> None:
+        """Begin to join a link with the same ranks of other engines, instead of the last; returns at once.
+
+        The link's store hears when this rank has joined.
+        """
+        self._link = Link(order, tp_rank, self._link)
+
     def close(self) -> None:
-        """Wait for a version that still arrives, at most until its deadline: the group will be left."""
+        """Wait for a version that still arrives, at most until its deadline: the groups will be left."""
         if self._second is not None:
             self._second.close()
+        if self._link is not None:
+            self._link.close()
 
     def _arrive(self, version: int, plan_hash: str, deadline: Deadline, copy: Sequence[torch.Tensor]) -> None:
         """Receive into the second copy, and tell the first sender how that went."""
@@ -265,31 +236,35 @@ class Receiver:
                 f"the publication follows plan {plan_hash[:12]}, this rank knows {self._plan_hash[:12]}"
             )
         senders = sorted({bucket.sender for bucket in self._buckets})
-        bases = {self._check_header(sender, version, held, deadline) for sender in senders}
-        if len(bases) > 1:
-            raise WeightUpdateError(f"the senders tell changes of different versions: {sorted(bases)}")
+        told = {self._check_header(sender, version, held, deadline) for sender in senders}
+        if len(told) > 1:
+            raise WeightUpdateError(f"the senders tell different things: {sorted(map(str, told))}")
+        header = told.pop() if told else EMPTY_HEADER
         for shard_idx, first_row in self._padding:
             target[shard_idx][first_row:].zero_()
-        digests = self._receive_buckets(deadline, target, as_changes=bases != {NO_BASE})
+        route: Route = Direct(self._group, deadline)
+        if header.link != NO_LINK:
+            route = route_over(self._group, self._link, header.link, deadline)
+        digests = self._receive_buckets(deadline, target, route, as_changes=header.base != NO_BASE)
         self._verify(digests, senders, deadline)
 
-    def _check_header(self, sender: int, version: int, held: int, deadline: Deadline) -> int:
-        """Returns the version that the sender tells changes of."""
-        header = torch.zeros_like(header_of(0, 0, self._plan_hash), device=transfer_device(self._group))
+    def _check_header(self, sender: int, version: int, held: int, deadline: Deadline) -> Header:
+        """Returns what the sender announces: changes of which version, and over which link."""
+        numbers = torch.zeros_like(EMPTY_HEADER.encode(), device=transfer_device(self._group))
         what = f"waiting for version {version} of sender {sender}"
-        deadline.wait(start_receive(self._group, sender, header), what)
-        base = int(header[1])
-        if not torch.equal(header.cpu(), header_of(version, base, self._plan_hash)):
-            raise WeightUpdateError(f"sender {sender} sends version {int(header[0])}, or by another plan")
-        if base not in (NO_BASE, held):
+        deadline.wait(start_receive(self._group, sender, numbers), what)
+        header = Header.decode(numbers)
+        if (header.version, header.plan_hash) != (version, self._plan_hash):
+            raise WeightUpdateError(f"sender {sender} sends version {header.version}, or by another plan")
+        if header.base not in (NO_BASE, held):
             holds = "no verified version" if held == NO_BASE else f"version {held}"
             raise WeightUpdateError(
-                f"sender {sender} tells changes of version {base}, this rank holds {holds}"
+                f"sender {sender} tells changes of version {header.base}, this rank holds {holds}"
             )
-        return base
+        return header
 
     def _receive_buckets(
-        self, deadline: Deadline, target: Sequence[torch.Tensor], as_changes: bool
+        self, deadline: Deadline, target: Sequence[torch.Tensor], route: Route, as_changes: bool
     ) -> torch.Tensor:
         """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
         device = transfer_device(self._group)
@@ -297,22 +272,19 @@ class Receiver:
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
         spaces = staging(2, largest, device)
         held = staging(1, largest if as_changes else 0, device)[0]
-        arriving: list[tuple[dist.Work, str] | None] = []  # None: nothing changed, nothing comes
         counts: list[int] = []
         for bucket_idx in range(len(self._buckets) + 1):
             if bucket_idx < len(self._buckets):
                 bucket = self._buckets[bucket_idx]
                 counts.append(self._receive_count(bucket_idx, deadline) if as_changes else WHOLE)
                 space = spaces[bucket_idx % 2, : bucket.num_bytes_of(counts[-1])]
-                what = f"waiting for bucket {bucket_idx} of sender {bucket.sender}"
-                work = start_receive(self._group, bucket.sender, space) if len(space) else None
-                arriving.append((work, what) if work is not None else None)
+                route.begin(bucket_idx, bucket.sender, space)
             if bucket_idx > 0:
-                if (pending := arriving[bucket_idx - 1]) is not None:
-                    deadline.wait(*pending)
+                route.complete(bucket_idx - 1)
                 bucket, space = self._buckets[bucket_idx - 1], spaces[(bucket_idx - 1) % 2]
                 whole = bucket.whole(self._order, space, counts[bucket_idx - 1], held)
                 bucket.copies.unpack(target, whole, digests)
+        route.finish()
         return digests
 
     def _receive_count(self, bucket_idx: int, deadline: Deadline) -> int:

@@ -52,7 +52,8 @@ class SecondCopy:
             if not self._copy:
                 self._copy = [_like(parameter, self._place) for parameter in self._live]
             if self._live and self._live[0].is_cuda:
-                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # not the one that samples
+                # Not the one that samples; and of the parameters' device, which a new thread does not know.
+                stream = torch.cuda.Stream(self._live[0].device)  # type: ignore[no-untyped-call]
                 with torch.cuda.stream(stream):
                     arrive(self._copy)
                 stream.synchronize()

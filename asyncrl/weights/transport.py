@@ -1,4 +1,4 @@
-"""Moving buckets between the trainer and one engine: the group that they share, and the sender's loop.
+"""Moving buckets between the trainer and engines: the group that they share, and the sender's loop.
 
     join_group:   TCP rendezvous hosted by the first trainer rank, as SGLang's init_weights_update_group
                   expects it; ranks 0..S-1 are the trainer's, S + r is rank r of the engine
@@ -7,12 +7,15 @@
                   bucket is told as what changed since, unless that is longer. Where the engine stages the
                   version, its ranks tell the first sender whether they have verified it
 
-Every wait is under a deadline; after any error the group is broken and must be left.
+Engines that are linked have one sender together: a bucket is packed once, and leaves once, in stripes to all
+of them or whole to the first; they pass it on (`routes`). Header, sizes and digests go to each.
+
+Every wait is under a deadline; after any error the groups are broken and must be left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,22 +23,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from asyncrl.weights.copies import BucketCopies
 from asyncrl.weights.groups import join_at
 from asyncrl.weights.pack import sender_table
 from asyncrl.weights.plan import Bucket, TransferPlan
-from asyncrl.weights.receiver import BucketCopies
+from asyncrl.weights.routes import Linked
 from asyncrl.weights.wire import (
     NO_BASE,
+    NO_LINK,
     VERIFIED,
     WHOLE,
     Deadline,
+    Header,
     WeightUpdateError,
     bytes_per_change,
     changes_between,
-    header_of,
     staging,
     start_receive,
     start_send,
+    stripe,
     transfer_device,
 )
 
@@ -86,18 +92,52 @@ class Version:
     parameters: Sequence[torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An engine, and the weight group that it shares with the trainer."""
+
+    engine: str
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedBy:
+    """How engines pass buckets on to each other: see `routes`."""
+
+    number: int
+    strategy: Linked
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank sent of a version."""
+
+    num_bytes: int  # which each engine has in the end
+    failures: Mapping[str, str]  # of a staged version: engine -> why it did not verify it
+
+
 class BucketSender:
     """One trainer rank's part of a plan, ready to be sent again for every version.
 
-    ``parameters`` stand for those of all versions: the same shapes, dtypes and device.
+    Args:
+        targets: one engine, or the replicas of a link in their order.
+        parameters: stand for those of all versions: the same shapes, dtypes and device.
+        link: how the replicas are joined; None for one engine.
     """
 
     def __init__(
-        self, plan: TransferPlan, rank: int, group: dist.ProcessGroup, parameters: Sequence[torch.Tensor]
+        self,
+        plan: TransferPlan,
+        rank: int,
+        targets: Sequence[Target],
+        parameters: Sequence[torch.Tensor],
+        link: LinkedBy | None = None,
     ) -> None:
         self._plan = plan
         self._is_first = rank == 0
-        self._group = group
+        self._targets = tuple(targets)
+        self._link = link
+        self._device = transfer_device(targets[0].group)
         self._buckets = [
             (bucket, self._copies(bucket, parameters)) for bucket in plan.buckets if bucket.sender == rank
         ]
@@ -113,52 +153,57 @@ class BucketSender:
 
     def send(
         self, version: Version, timeout_s: float, base: Version | None = None, *, staged: bool = False
-    ) -> int:
-        """Send this rank's buckets of one version; returns the bytes sent.
+    ) -> Sent:
+        """Send this rank's buckets of one version.
 
         Args:
-            base: what every rank of the engine holds, to tell changes of.
-            staged: the engine receives beside what it serves; the first sender waits until all of the
-                engine's ranks have verified the version.
+            base: what every rank of the engines holds, to tell changes of.
+            staged: the engines receive beside what they serve; the first sender waits until all of their
+                ranks have verified the version.
 
         Raises:
-            WeightUpdateError: names the engine rank that did not take its part in time.
+            WeightUpdateError: names the engine's rank that did not take its part in time.
         """
         deadline = Deadline(timeout_s)
         receivers = sorted({bucket.receiver for bucket, _ in self._buckets})
-        header = header_of(version.version, base.version if base else NO_BASE, self._plan.plan_hash)
-        header = header.to(transfer_device(self._group))
+        number = self._link.number if self._link else NO_LINK
+        header = Header(version.version, base.version if base else NO_BASE, number, self._plan.plan_hash)
         for receiver in receivers:
-            self._send_now(receiver, header, "the header", deadline)
+            self._send_to_all(receiver, header.encode().to(self._device), "the header", deadline)
         num_bytes, digests = self._send_buckets(version.parameters, deadline, base)
         for receiver in receivers:
-            self._send_now(receiver, digests[receiver], "digests", deadline)
+            self._send_to_all(receiver, digests[receiver], "digests", deadline)
+        failures: dict[str, str] = {}
         if staged and self._is_first:
-            self._await_results(version.version, deadline)
-        return num_bytes
+            for target in self._targets:
+                try:
+                    self._await_results(target, version.version, deadline)
+                except WeightUpdateError as error:
+                    failures[target.engine] = str(error)
+        return Sent(num_bytes, failures)
 
-    def _await_results(self, version: int, deadline: Deadline) -> None:
+    def _await_results(self, target: Target, version: int, deadline: Deadline) -> None:
         for receiver in range(len(self._plan.receivers)):
-            result = torch.zeros(1, dtype=torch.int64, device=transfer_device(self._group))
-            work = start_receive(self._group, self._group_rank(receiver), result)
-            deadline.wait(work, f"engine rank {receiver} verifying version {version}")
+            who = f"rank {receiver} of {target.engine}"
+            result = torch.zeros(1, dtype=torch.int64, device=self._device)
+            work = start_receive(target.group, self._group_rank(receiver), result)
+            deadline.wait(work, f"{who} verifying version {version}")
             if int(result) != VERIFIED:
-                raise WeightUpdateError(f"engine rank {receiver} could not verify version {version}")
+                raise WeightUpdateError(f"{who} could not verify version {version}")
 
     def _send_buckets(
         self, parameters: Sequence[torch.Tensor], deadline: Deadline, base: Version | None
     ) -> tuple[int, list[torch.Tensor]]:
         """Returns the bytes sent and, per receiver, the digest of each of its parameters as far as this rank
         has them."""
-        device = transfer_device(self._group)
         digests = [
-            torch.zeros(len(layout.shards), dtype=torch.int64, device=device)
+            torch.zeros(len(layout.shards), dtype=torch.int64, device=self._device)
             for layout in self._plan.receivers
         ]
         largest = max((bucket.num_bytes for bucket, _ in self._buckets), default=0)
-        spaces = staging(2, largest, device)
-        before = staging(1, largest if base else 0, device)[0]
-        leaving: list[tuple[dist.Work, str] | None] = []  # None: nothing changed, nothing is sent
+        spaces = staging(2, largest, self._device)
+        before = staging(1, largest if base else 0, self._device)[0]
+        leaving: list[list[_Leaving]] = []
         num_bytes = 0
         for bucket_idx, (bucket, copies) in enumerate(self._buckets):
             if bucket_idx >= 2:
@@ -169,7 +214,7 @@ class BucketSender:
                 old = before[: bucket.num_bytes]
                 copies.pack(base.parameters, old, torch.zeros_like(digests[bucket.receiver]))
                 space = self._send_size(bucket, old, space, deadline)
-            leaving.append(self._start(bucket, bucket_idx, space) if len(space) else None)
+            leaving.append(self._start(bucket, bucket_idx, space))
             num_bytes += len(space)
         for pending in leaving[-2:]:
             _finish(pending, deadline)
@@ -178,25 +223,45 @@ class BucketSender:
     def _send_size(
         self, bucket: Bucket, old: torch.Tensor, new: torch.Tensor, deadline: Deadline
     ) -> torch.Tensor:
-        """Announce the number of changes, or WHOLE; returns what must follow."""
+        """Announce the number of changes, or WHOLE; returns what must follow, which may be nothing."""
         changes = changes_between(old, new)
         count = WHOLE if changes is None else len(changes) // bytes_per_change(len(new))
         size = torch.tensor([count], dtype=torch.int64, device=new.device)
-        self._send_now(bucket.receiver, size, "the size of a bucket", deadline)
+        self._send_to_all(bucket.receiver, size, "the size of a bucket", deadline)
         return new if changes is None else changes
 
-    def _start(self, bucket: Bucket, bucket_idx: int, space: torch.Tensor) -> tuple[dist.Work, str]:
-        what = f"engine rank {bucket.receiver} taking bucket {bucket_idx}"
-        return start_send(self._group, self._group_rank(bucket.receiver), space), what
+    def _start(self, bucket: Bucket, bucket_idx: int, space: torch.Tensor) -> list[_Leaving]:
+        """Begin to send a bucket: whole to the first engine, or its stripes to all; no empty ones."""
+        if self._link is not None and self._link.strategy == "relay":
+            count = len(self._targets)
+            parts = [(target, stripe(space, idx, count)) for idx, target in enumerate(self._targets)]
+        else:
+            parts = [(self._targets[0], space)]
+        return [
+            _Leaving(
+                start_send(target.group, self._group_rank(bucket.receiver), part),
+                f"rank {bucket.receiver} of {target.engine} taking bucket {bucket_idx}",
+            )
+            for target, part in parts
+            if len(part)
+        ]
 
-    def _send_now(self, receiver: int, data: torch.Tensor, name: str, deadline: Deadline) -> None:
-        work = start_send(self._group, self._group_rank(receiver), data)
-        deadline.wait(work, f"engine rank {receiver} taking {name}")
+    def _send_to_all(self, receiver: int, data: torch.Tensor, name: str, deadline: Deadline) -> None:
+        """To the same rank of every engine."""
+        for target in self._targets:
+            work = start_send(target.group, self._group_rank(receiver), data)
+            deadline.wait(work, f"rank {receiver} of {target.engine} taking {name}")
 
     def _group_rank(self, receiver: int) -> int:
         return len(self._plan.senders) + receiver
 
 
-def _finish(pending: tuple[dist.Work, str] | None, deadline: Deadline) -> None:
-    if pending is not None:
-        deadline.wait(*pending)
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    work: dist.Work
+    what: str
+
+
+def _finish(pending: Sequence[_Leaving], deadline: Deadline) -> None:
+    for item in pending:
+        deadline.wait(item.work, item.what)

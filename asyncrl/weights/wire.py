@@ -1,9 +1,10 @@
 """What trainer and engine ranks say to each other in a publication, defined here for both sides.
 
     messages:  a length, then the bytes (manifests, instructions)
-    header:    version, base, plan hash; precedes the buckets of every pair
-    bucket:    packed bytes. Where the header names a base, the version whose bucket the receiver holds, it is
-               preceded by the number of changes, or WHOLE, and may be told as changes
+    header:    version, base, link, plan hash; precedes the buckets of every pair
+    bucket:    packed bytes, whole or a stripe of them (`asyncrl.weights.routes`). Where the header names a
+               base, the version whose bucket the receiver holds, it is preceded by the number of changes, or
+               WHOLE, and may be told as changes
     digests:   one int64 per parameter of the receiver, always of whole buckets
     result:    VERIFIED or FAILED, from a receiver to the first sender, of a version that was staged
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -27,6 +29,7 @@ MAX_MESSAGE_BYTES = 1 << 31
 
 STAGING_ALIGNMENT = 256
 NO_BASE = -1
+NO_LINK = 0
 WHOLE = -1
 FAILED, VERIFIED = 0, 1
 
@@ -73,6 +76,23 @@ def start_receive(group: dist.ProcessGroup, peer: int, data: torch.Tensor) -> di
     return _started(lambda: dist.irecv(data, group=group, group_src=peer), peer)
 
 
+def start_exchange(
+    group: dist.ProcessGroup, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+) -> list[dist.Work]:
+    """Begin to send and to receive, by peer, together: peers who do the same cannot wait in a circle."""
+    operations = [dist.P2POp(dist.irecv, data, group=group, group_peer=p) for p, data in receives.items()]
+    operations += [dist.P2POp(dist.isend, data, group=group, group_peer=p) for p, data in sends.items()]
+    try:
+        return dist.batch_isend_irecv(operations) if operations else []
+    except RuntimeError as error:
+        raise WeightUpdateError(f"a peer of the exchange is gone: {_first_line(error)}") from error
+
+
+def stripe(data: torch.Tensor, idx: int, count: int) -> torch.Tensor:
+    """The ``idx``-th of ``count`` equal parts of a bucket, uint8; a view."""
+    return data[len(data) * idx // count : len(data) * (idx + 1) // count]
+
+
 def _started(start: Callable[[], dist.Work | None], peer: int) -> dist.Work:
     try:
         work = start()
@@ -109,11 +129,32 @@ def receive_message(group: dist.ProcessGroup, peer: int, deadline: Deadline) -> 
     return bytes(body.cpu().numpy())
 
 
-def header_of(version: int, base: int, plan_hash: str) -> torch.Tensor:
-    """What precedes the buckets of every pair: int64[6], the version, its base, the plan's SHA-256."""
-    numbers = array("q", [version, base])
-    numbers.frombytes(bytes.fromhex(plan_hash))
-    return torch.tensor(numbers.tolist(), dtype=torch.int64)
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What precedes the buckets of every pair.
+
+    ``link`` numbers the link over which replicas pass buckets on to each other, or is NO_LINK.
+    """
+
+    version: int
+    base: int
+    link: int
+    plan_hash: str  # SHA-256
+
+    def encode(self) -> torch.Tensor:
+        """int64[7]."""
+        numbers = array("q", [self.version, self.base, self.link])
+        numbers.frombytes(bytes.fromhex(self.plan_hash))
+        return torch.tensor(numbers.tolist(), dtype=torch.int64)
+
+    @staticmethod
+    def decode(numbers: torch.Tensor) -> Header:
+        """Of what `encode` made."""
+        version, base, link, *words = numbers.tolist()
+        return Header(version, base, link, array("q", words).tobytes().hex())
+
+
+EMPTY_HEADER = Header(0, NO_BASE, NO_LINK, "00" * 32)
 
 
 def staging(count: int, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from asyncrl.weights.engine_layout import engine_shards
-from asyncrl.weights.publisher import EngineEndpoint
+from asyncrl.weights.groups import host_store
+from asyncrl.weights.publisher import EngineEndpoint, Publisher
+from asyncrl.weights.routes import LinkOrder, ready_key
 from tests.fp8_reference import fp8_tensors
 from tests.moe_reference import ExpertCut
 from tests.shard_reference import Tensors, engine_tensors, geometry, random_model
@@ -37,6 +39,7 @@ class Case:
         self.bucket_bytes: int = fields.get("bucket_bytes", 2000)
         self.fault: str = fields.get("fault", "")
         self.staged = bool(fields.get("staged"))  # beside what is served, from a copy of the parameters
+        self.link: Any = fields.get("link", "")  # relay or broadcast, among all engines
         self.changed: list[float] = fields.get("changed", [1.0])  # per publication after the first
         self.ports: list[int] = fields["ports"]  # trainer group, engine groups, weight groups
         self.geometry = geometry(fields.get("family", "llama"), **fields.get("geometry", {}))
@@ -62,6 +65,20 @@ class Case:
             for name, tensor in after.items()
         }
         return {name: torch.where(chosen[name], after[name], before[name]) for name in after}
+
+    def link_engines(self, publisher: Publisher, rank: int, number: int = 1) -> None:
+        """The trainer's side: the store that the engines' ranks meet at; wait until all of them have."""
+        order, names = self.link_order(0, number), publisher.linkable()
+        if rank == 0 and self.fault != "not_linked":
+            store = host_store(order.host, order.port, TIMEOUT_S)
+            store.wait(
+                [
+                    ready_key(order.name, replica, tp_rank)
+                    for replica in range(len(names))
+                    for tp_rank in range(self.engines[0])
+                ]
+            )
+        publisher.link(names, number, self.link)
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -92,6 +109,11 @@ class Case:
                 size = min(size, dtype_of(name, self.wire_dtype).itemsize)
             total += tensor.numel() * size
         return total
+
+    def link_order(self, replica: int, number: int = 1) -> LinkOrder:
+        """What the engines are told when they are linked for the first time, or the second."""
+        where = f"{self.name}-link{number}", "127.0.0.1", self.ports[-number]
+        return LinkOrder(number, self.link, *where, replica, len(self.engines), "gloo", TIMEOUT_S)
 
     @property
     def num_trainers(self) -> int:

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from asyncrl.weights import receiver as receiver_module
+from asyncrl.weights import routes as routes_module
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher, PublishStats
 from asyncrl.weights.receiver import Receiver
-from asyncrl.weights.wire import Deadline, WeightUpdateError
+from asyncrl.weights.wire import Deadline, WeightUpdateError, start_exchange
 from tests.distributed.forked import fork_roles
 from tests.distributed.publish_case import TIMEOUT_S, Case, dtype_of
 from tests.shard_reference import Tensors, first_difference, megatron_tensors
@@ -90,7 +91,15 @@ def run_trainer(case: Case, rank: int) -> str:
     start_default_group(case.ports[0], rank, case.num_trainers, TIMEOUT_S)
     layouts, tensors = trainer_chunks(case, rank, version=1)
     publisher = Publisher(
-        rank, case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, TIMEOUT_S, case.delta
+        rank,
+        case.num_trainers,
+        layouts,
+        tensors,
+        case.geometry,
+        case.bucket_bytes,
+        TIMEOUT_S,
+        case.delta,
+        lambda _: case.link or "p2p",
     )
     endpoints = [case.endpoint(engine_idx) for engine_idx in range(len(case.engines))]
     try:
@@ -99,6 +108,8 @@ def run_trainer(case: Case, rank: int) -> str:
     except WeightUpdateError as error:
         expected = case.fault in REFUSED_MODELS and REFUSED_MODELS[case.fault] in str(error)
         return "" if expected else str(error)
+    if case.link:
+        case.link_engines(publisher, rank)
     # Joining may be slow on a busy machine; only the publication itself gets the short deadline.
     publisher._handshake = replace(publisher._handshake, timeout_s=case.timeout_s)
     for version in case.versions:
@@ -131,10 +142,17 @@ def check_stats(case: Case, version: int, stats: PublishStats) -> str:
     if case.staged:  # and one that could not verify it says so
         refusing = (*refusing, "bit_flipped", "bit_flipped_in_changes", "base_spoiled")
     expected = ["engine0"] if case.fault in refusing and case.is_over_after(version) else []
+    if case.fault == "not_linked":
+        expected = ["engine0", "engine1"]
+    if case.fault == "stripe_flipped" and case.staged:  # replica 0 has passed something wrong on
+        expected = ["engine1"]
     if failed != expected:
         return f"failed engines {stats.failures}, expected {expected}"
     if stats.seconds > case.timeout_s + 10.0:
         return f"the publication took {stats.seconds:.1f} s"
+    num_received = stats.bytes_received_total
+    if case.link and case.num_trainers == 1 and stats.bytes_sent * len(case.engines) != num_received:
+        return f"{stats.bytes_sent} bytes sent for {num_received} received by all engines"
     needed = sum(
         case.wire_bytes(tp_size, tp_rank)
         for engine_idx, tp_size in enumerate(case.engines)
@@ -174,6 +192,25 @@ def all_agree(ok: bool) -> bool:
     flag = torch.tensor([int(ok)])
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())
+
+
+def flip_what_is_passed_on() -> None:
+    """Corrupt one bit of every stripe that this rank passes on; its own copy is as it came."""
+
+    def exchange(
+        group: dist.ProcessGroup, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> list[dist.Work]:
+        wrong = {peer: data.clone() for peer, data in sends.items()}
+        for data in wrong.values():
+            data[0] ^= 1
+        KEPT.append(wrong)
+        return start_exchange(group, wrong, receives)
+
+    routes_module.start_exchange = exchange
+
+
+KEPT: list[object] = []
+"""What is on its way out."""
 
 
 def flip_one_bit(bucket_idx: int) -> None:
@@ -217,6 +254,10 @@ def run_engine(case: Case, engine_idx: int, tp_rank: int) -> str:
     except WeightUpdateError as error:
         expected = case.fault in REFUSED_MODELS and REFUSED_MODELS[case.fault] in str(error)
         return "" if expected else str(error)
+    if case.link and case.fault != "not_linked":
+        receiver.link(case.link_order(engine_idx), tp_rank)
+    if case.fault == "stripe_flipped" and engine_idx == 0 and victim:
+        flip_what_is_passed_on()
     if case.fault == "receiver_stalled" and engine_idx == 0:
         time.sleep(case.timeout_s + 2.0)
         return ""
@@ -283,8 +324,11 @@ def check_engine_failure(case: Case, reason: str, seconds: float, engine_idx: in
         "base_mismatch": ("changes of version 1, this rank holds version 7", "another rank of this engine"),
         "plan_mismatch": ("follows plan 000000",),
         "version_mismatch": ("sends version 1",),
+        "stripe_flipped": WRONG_DIGEST,
+        "not_linked": ("send over link 1, this rank is in no link",),
     }.get(case.fault)
-    if wanted is None or engine_idx != 0 or not any(part in reason for part in wanted):
+    guilty = case.fault == "not_linked" or engine_idx == (1 if case.fault == "stripe_flipped" else 0)
+    if wanted is None or not guilty or not any(part in reason for part in wanted):
         return f"unexpected: {reason}"
     return "" if seconds < case.timeout_s + 5.0 else f"failed only after {seconds:.1f} s: {reason}"
 
@@ -303,6 +347,7 @@ def main(role: str, process: int, directory: Path) -> None:
             if place is None:
                 continue
             error = run_engine(case, *place)
+            routes_module.start_exchange = start_exchange
         seconds = round(time.monotonic() - started, 2)
         report = {"case": case.name, "seconds": seconds, "error": error}
         with (directory / f"{role}{process}.reports").open("a") as reports:

@@ -18,7 +18,8 @@ import pytest
 from tests.distributed.forked import run_launcher
 
 LAUNCH_TIMEOUT_S = 240
-NUM_PORTS = 7  # of a case: the trainer's group; each engine's; each weight group; the same two of a newcomer
+NUM_PORTS = 11
+"""Of a case: the trainer's group; each engine's; each weight group; the same two of a newcomer; two links."""
 
 LAYOUTS: list[dict[str, Any]] = [
     {"name": "one-to-one"},
@@ -76,6 +77,7 @@ FP8: list[dict[str, Any]] = [
     {"name": "fp8-tp2-pp2-to-tp2", "geometry": BLOCKS, "tp": 2, "pp": 2, "engines": [2]},
     {"name": "fp8-dp2-bfloat16", "geometry": BLOCKS, "dp": 2, "engines": [2, 1], "trainer_dtype": "bfloat16"},
     {"name": "fp8-ragged", "geometry": {**BLOCKS, "hidden_size": 320}, "engines": [2], "family": "qwen3"},
+    {"name": "fp8-relay", "geometry": BLOCKS, "engines": [2, 2], "link": "relay"},
     {"name": "fp8-staged-changes", "geometry": BLOCKS, "tp": 2, "engines": [2], "changed": [0.001, 0.0]}
     | {"staged": True},
 ]
@@ -87,6 +89,17 @@ STAGED: list[dict[str, Any]] = [
     {"name": "staged-cast", "tp": 2, "engines": [2], "engine_dtype": "bfloat16"},
     {"name": "staged-changes", "tp": 2, "pp": 2, "engines": [2], "changed": [0.02, 0.0, 0.05, 0.9]},
 ]
+# Engines that pass on to each other what each of them needs; stripes of three are never aligned.
+LINKED: list[dict[str, Any]] = [
+    {"name": "to-two", "engines": [1, 1]},
+    {"name": "to-four", "engines": [1, 1, 1, 1], "family": "qwen2"},
+    {"name": "tp2-pp2-to-two-of-tp2", "tp": 2, "pp": 2, "engines": [2, 2], "family": "qwen3"},
+    {"name": "to-three-in-bfloat16", "dp": 2, "engines": [1, 1, 1], "engine_dtype": "bfloat16"},
+    {"name": "experts", **MOE, "dp": 2, "ep": 2, "engines": [2, 2], "engine_ep": 2},
+    {"name": "changes", "tp": 2, "engines": [1, 1, 1], "changed": [0.02, 0.0, 0.05, 0.9]},
+    {"name": "staged-changes", "pp": 2, "engines": [2, 2], "changed": [0.02, 0.9], "staged": True},
+    {"name": "one-bucket", "tp": 2, "engines": [1, 1], "bucket_bytes": 1 << 20},
+]
 # Those that wait for a deadline come last: who has nothing to do meanwhile looks for its next rendezvous ever
 # more rarely, and a case with a short deadline must not pay for that.
 FAULTS: list[dict[str, Any]] = [
@@ -95,11 +108,14 @@ FAULTS: list[dict[str, Any]] = [
     {"fault": "bit_flipped", "tp": 2, "engines": [2]},
     {"fault": "bit_flipped", "tp": 2, "engines": [2, 1], "staged": True},
     {"fault": "base_spoiled", "tp": 2, "engines": [2], "changed": [0.02], "staged": True},
+    {"fault": "stripe_flipped", "tp": 2, "engines": [2, 2], "link": "relay"},
+    {"fault": "stripe_flipped", "tp": 2, "engines": [2, 2], "link": "relay", "staged": True},
     {"fault": "other_model", "tp": 2, "engines": [2]},
     {"fault": "other_padding", "tp": 2, "engines": [2]},
     {"fault": "receiver_stalled", "tp": 2, "engines": [1, 1]},
     {"fault": "plan_mismatch"},
     {"fault": "version_mismatch"},
+    {"fault": "not_linked", "engines": [1, 1], "link": "broadcast"},
     {"fault": "base_mismatch", "tp": 2, "changed": [0.02]},
 ]
 
@@ -113,6 +129,11 @@ CASES = [
     *EXPERTS,
     *DELTAS,
     *({**case, "staged": True} for case in STAGED),
+    *(
+        {**case, "name": f"{link}-{case['name']}", "link": link}
+        for link in ("relay", "broadcast")
+        for case in LINKED
+    ),
     *({**case, "fp8": True, "bucket_bytes": 150_000} for case in FP8),
     *({**case, "name": fault_name(case), "bucket_bytes": 1000} for case in FAULTS),
 ]

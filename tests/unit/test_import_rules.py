@@ -35,8 +35,10 @@ MEGATRON_EXT_MAY_IMPORT = ("asyncrl.algo", "asyncrl.types", "asyncrl.weights.lay
 MODEL_DESCRIPTION = ("asyncrl.weights.geometry", "asyncrl.weights.megatron_layout")
 
 RECEIVER = (
+    "asyncrl.weights.copies",
     "asyncrl.weights.groups",
     "asyncrl.weights.receiver",
+    "asyncrl.weights.routes",
     "asyncrl.weights.second_copy",
     "asyncrl.weights.wire",
 )
