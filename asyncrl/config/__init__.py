@@ -189,6 +189,13 @@ class WeightsConfig(Section):
 
     bucket_mib: PositiveFloat = 32.0  # size of a staging buffer; each side has two
     timeout_s: PositiveFloat = 120.0  # longest wait for a publication
+    # how engines of one plan get a version: p2p, each from the trainer; relay and broadcast, every byte from
+    # the trainer once, and from replica to replica in stripes or whole; auto: the cheapest by the cost model
+    strategy: Literal["auto", "p2p", "relay", "broadcast"] = "auto"
+    link_gb_s: PositiveFloat = (
+        50.0  # for the cost model: 1e9 bytes a second that a rank's link moves each way
+    )
+    link_latency_us: PositiveFloat = 150.0  # for the cost model: before the first byte of a message
     # send what changed since the version that an engine holds, where that is less, exact to the bit: for thin
     # links and weights in bfloat16; each trainer rank keeps a second copy of its parameters
     delta: bool = False

@@ -23,6 +23,7 @@ from asyncrl.control.messages import (
     Joined,
     JoinOrder,
     Landing,
+    LinkOrder,
     Phase,
     ProcessInfo,
     Publication,
@@ -141,6 +142,9 @@ class Coordinator:
 
     async def joined(self, report: Joined) -> str:
         return await self._roster.joined(report)
+
+    async def link(self, order: LinkOrder) -> dict[str, str]:
+        return await self._roster.link(order)
 
     async def prepare(self, publication: Publication) -> tuple[str, ...]:
         return await self._publishing.prepare(publication)

@@ -7,11 +7,12 @@ answer to a poll is the whole `RunState`, with a revision that grows with every 
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from asyncrl.control.ledger import LedgerCounts
-from asyncrl.engines.base import StagePlace, WeightGroup
+from asyncrl.engines.base import LinkStrategy, StagePlace, WeightGroup
 
 
 class Message(BaseModel):
@@ -104,6 +105,19 @@ class JoinOrder(Message):
 
     engine: str
     group: WeightGroup
+
+
+class LinkOrder(Message):
+    """Let engines of one plan pass buckets on to each other, as the link's replicas in this order."""
+
+    engines: tuple[str, ...]
+    name: str
+    number: int
+    strategy: LinkStrategy
+    host: str  # of the store that hears who has joined
+    port: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
 
 
 class Plan(Message):

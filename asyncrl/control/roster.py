@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.control import protocol
-from asyncrl.control.messages import EngineInfo, EngineLost, EngineStatus, Joined, JoinOrder
+from asyncrl.control.messages import EngineInfo, EngineLost, EngineStatus, Joined, JoinOrder, LinkOrder
 from asyncrl.control.protocol import Fleet
-from asyncrl.engines.base import Engine, EngineError, WeightGroup
+from asyncrl.engines.base import Engine, EngineError, ReplicaLink, WeightGroup
 
 EngineFactory = Callable[[EngineInfo], Engine]
 
@@ -132,6 +132,25 @@ class Roster:
             self.fleet = protocol.joined(self.fleet, member.name, report.plan)
         await self.changed()
         return reason
+
+    async def link(self, order: LinkOrder) -> dict[str, str]:
+        """Let engines begin to join a link; returns those that did not, and why."""
+        shared = order.model_dump(exclude={"engines"})
+        links = [
+            ReplicaLink(**shared, replica=replica, num_replicas=len(order.engines))
+            for replica in range(len(order.engines))
+        ]
+        seats = [self._seats[name] for name in order.engines]
+        begun = [
+            outcome(
+                asyncio.ensure_future(seat.engine.link_replicas(seat.group, link)),
+                self._timeout_s,
+                f"{seat.info.name} did not begin to join link {order.number}",
+            )
+            for seat, link in zip(seats, links, strict=True)
+        ]
+        reasons = zip(order.engines, await asyncio.gather(*begun), strict=True)
+        return {name: reason for name, reason in reasons if reason}
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())

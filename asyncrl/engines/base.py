@@ -42,6 +42,10 @@ StagePlace = Literal["device", "host"]
 """Where a second copy of the weights is: on the engine's device, or in pinned memory of the host."""
 
 
+LinkStrategy = Literal["relay", "broadcast"]
+"""How linked engines pass buckets of weights on to each other: in stripes to all, or whole to the next."""
+
+
 def new_rid() -> str:
     """A request id of fixed width that no other request has."""
     return uuid.uuid4().hex
@@ -116,6 +120,24 @@ class WeightGroup:
     backend: Literal["gloo", "nccl"] = "gloo"
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaLink:
+    """What joins rank j of several engines with rank j of the others, to pass buckets of weights on.
+
+    The engine is replica ``replica``; a store at ``host``:``port`` hears of every rank that has joined.
+    """
+
+    name: str
+    number: int
+    strategy: LinkStrategy
+    host: str
+    port: int
+    replica: int
+    num_replicas: int
+    backend: Literal["gloo", "nccl"]
+    timeout_s: float
+
+
 class Engine(Protocol):
     """One serving instance. Methods are safe to call concurrently from one event loop."""
 
@@ -154,6 +176,14 @@ class Engine(Protocol):
 
     async def leave_weight_group(self, group_name: str) -> None:
         """Forget a weight group."""
+        ...
+
+    async def link_replicas(self, group_name: str, link: ReplicaLink) -> None:
+        """Begin to join a link, in the place of the last one; returns at once, and sampling goes on.
+
+        Raises:
+            EngineError: the engine is not connected over ``group_name``, or died.
+        """
         ...
 
     async def receive_weights(

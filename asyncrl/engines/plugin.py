@@ -4,11 +4,12 @@
         -> on every tensor-parallel rank: Receiver.connect, .receive into the rank's own parameters, or .take
         -> 200, or 400 with the reason, on all ranks alike
     POST /init_weights_update_group, backend "asyncrl"
-        -> on every tensor-parallel rank: Receiver.stage, which returns at once
+        -> on every tensor-parallel rank: Receiver.stage or .link, which return at once
 
-* The order (action, version, plan hash, deadline) travels as JSON in the request's only name; that of staging
-  in the address of the other request, because SGLang lets no other one through while it samples. No tensor
-  passes through SGLang's loader: a rank receives the bytes of its own shard and nothing else.
+* The order (action, version, plan hash, deadline) travels as JSON in the request's only name; those that
+  return at once in the address of the other request, because SGLang lets no other one through while it
+  samples. No tensor passes through SGLang's loader: a rank receives the bytes of its own shard and nothing
+  else.
 * Joining a weight group has a deadline of ours; SGLang's would block the scheduler for half an hour.
 * On a CPU there is more to change: `cpu_hooks`.
 
@@ -109,9 +110,10 @@ def _join(
     group_name: str,
     backend: str,
 ) -> tuple[bool, str]:
-    """Remember how many ranks of a weight group are senders: those before the engine's; or begin to stage."""
+    """Remember how many ranks of a weight group are senders, those before the engine's; or carry out an order
+    that returns at once."""
     if backend == LOAD_FORMAT:
-        return _stage(StageOrder(**json.loads(master_address)), group_name)
+        return _begin(json.loads(master_address), group_name)
     success, message = original(
         updater, master_address, master_port, rank_offset, world_size, group_name, backend
     )
@@ -120,14 +122,29 @@ def _join(
     return success, message
 
 
-def _stage(order: StageOrder, group_name: str) -> tuple[bool, str]:
+def _begin(fields: dict[str, Any], group_name: str) -> tuple[bool, str]:
+    action = fields.pop("action")
     if group_name not in _receivers:
         return False, f"weight group {group_name} is not connected; send action connect first"
+    receiver = _receivers[group_name]
+    if action == "link":
+        return _link(receiver, fields)
+    order = StageOrder(**fields)
     try:
-        _receivers[group_name].stage(order.version, order.plan_hash, order.timeout_s, order.place)
+        receiver.stage(order.version, order.plan_hash, order.timeout_s, order.place)
     except RuntimeError as error:
         return False, str(error)
     return True, f"version {order.version} arrives"
+
+
+def _link(receiver: Any, fields: dict[str, Any]) -> tuple[bool, str]:
+    from sglang.srt.runtime_context import get_parallel
+
+    from asyncrl.weights.routes import LinkOrder
+
+    order = LinkOrder(**fields)
+    receiver.link(order, get_parallel().tp_group.rank_in_group)
+    return True, f"link {order.number} is joined"
 
 
 def _leave(original: Callable[..., Any], updater: Any, group_name: str) -> Any:

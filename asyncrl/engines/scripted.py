@@ -22,6 +22,7 @@ from asyncrl.engines.base import (
     GenerateRequest,
     Generation,
     PauseMode,
+    ReplicaLink,
     StagePlace,
     WeightAction,
     WeightGroup,
@@ -71,6 +72,7 @@ class ScriptedEngine:
         self._failures: dict[str, str] = {}  # method name -> message of its next failure
         self._staged: PolicyVersion = -1
         self.weight_groups: set[str] = set()
+        self.links: list[ReplicaLink] = []
         self.plan_hashes: list[tuple[WeightAction, PolicyVersion, str]] = []
 
     @property
@@ -151,6 +153,12 @@ class ScriptedEngine:
         if group_name not in self.weight_groups:
             raise self._error(f"is not in weight group {group_name}; join_weight_group first")
         self._staged = version
+
+    async def link_replicas(self, group_name: str, link: ReplicaLink) -> None:
+        self._check("link_replicas")
+        if group_name not in self.weight_groups:
+            raise self._error(f"is not in weight group {group_name}; join_weight_group first")
+        self.links.append(link)
 
     async def update_from_disk(self, path: str, version: PolicyVersion, timeout_s: float) -> None:
         self._check("update_from_disk")

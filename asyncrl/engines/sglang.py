@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
@@ -32,6 +33,7 @@ from asyncrl.engines.base import (
     GenerateRequest,
     Generation,
     PauseMode,
+    ReplicaLink,
     StagePlace,
     WeightAction,
     WeightGroup,
@@ -141,10 +143,16 @@ class SGLangEngine:
     async def stage_weights(
         self, place: StagePlace, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
     ) -> None:
-        # Every other request about weights waits until no sample is running; this one does not.
         order = {"place": place, "version": version, "plan_hash": plan_hash, "timeout_s": timeout_s}
+        await self._order_aside("stage", group_name, order)
+
+    async def link_replicas(self, group_name: str, link: ReplicaLink) -> None:
+        await self._order_aside("link", group_name, dataclasses.asdict(link))
+
+    async def _order_aside(self, action: str, group_name: str, order: Mapping[str, Any]) -> None:
+        """Every other request about weights waits until no sample is running; this one does not."""
         body = {
-            "master_address": json.dumps(order),
+            "master_address": json.dumps({"action": action, **order}),
             "master_port": 0,
             "rank_offset": 0,
             "world_size": 0,

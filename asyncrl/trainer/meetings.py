@@ -1,6 +1,6 @@
 """Trainer and engines meet: all ranks join a weight group with each engine that came, and leave those gone.
 
-    all ranks:  leave engines that are gone, meet those that came: join, agree on a plan
+    all ranks:  leave engines that are gone, meet those that came: join, agree on a plan, link them
     rank 0:     tells the engine through the coordinator where to meet, and reports how it went
 
 Every decision that rank 0 takes is broadcast before the ranks act on it, so all of them take part in the same
@@ -24,6 +24,7 @@ from asyncrl.control.client import ControlClient, ControlError, ControlRefused
 from asyncrl.control.messages import EngineInfo, EngineStatus, Joined, JoinOrder, Plan, RunState
 from asyncrl.engines.base import WeightGroup
 from asyncrl.trainer.collectives import broadcast_json
+from asyncrl.trainer.links import Linking
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from asyncrl.weights.wire import WeightUpdateError
 
@@ -44,6 +45,7 @@ class Meetings:
         self._control = control  # on rank 0 only
         self._config = config
         self._num_meetings = 0
+        self.links = Linking(publisher, control, config)
         self.met: dict[str, Met] = {}
 
     def connect_engines(self) -> None:
@@ -57,6 +59,7 @@ class Meetings:
             reason = self._meet(engine)
             if reason:
                 raise ControlError(f"{engine.name} cannot take the trainer's weights: {reason}")
+        self._link()
 
     def _wait_for_engines(self) -> list[EngineInfo]:
         control = self._require_control()
@@ -83,6 +86,13 @@ class Meetings:
             self.leave(name)
         for item in change["meet"]:
             self._meet(EngineInfo.model_validate(item))
+        self._link()
+
+    def _link(self) -> None:
+        self.links.link(
+            {name: met.incarnation for name, met in self.met.items()},
+            {name: met.endpoint.tp_size for name, met in self.met.items()},
+        )
 
     def changes(self, state: RunState) -> dict[str, Any]:
         known = {engine.name: engine for engine in state.engines}

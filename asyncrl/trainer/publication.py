@@ -134,13 +134,20 @@ class PolicyPublisher:
         told = broadcast_json(_outcome(flight) if flight.result else None)
         result = PublicationResult.model_validate(told["result"]) if told["result"] else None
         stats = self._publisher.finish(flight.sending, taken_by=result.committed if result else ())
+        together = flight.sending.together & {failure.engine for failure in stats.failures}
+        if together:
+            self._meetings.links.distrust(stats.failures[0].reason)
         for failure in stats.failures:
             self._meetings.leave(failure.engine)
             if self._control:
                 report = EngineFailed(name=failure.engine, reason=failure.reason)
                 self._control.post("weights/failed", report, timeout_s=control_deadline_s(self._config))
         if result is None and not flight.alone:
-            raise ControlError(told["error"])
+            if not together:
+                raise ControlError(told["error"])
+            # Engines that pass weights on fail together; each by itself may take them.
+            self._flight = self._begin(flight.version, alone=False, again=flight.sending)
+            return self.finish()
         if not flight.alone:
             self.last_result = result if self._control else None
         return PublishTimes(
@@ -150,8 +157,8 @@ class PolicyPublisher:
             result.paused_s if result else {},
         )
 
-    def _begin(self, version: PolicyVersion, alone: bool) -> _Flight | None:
-        """One flight; None where there is nobody to bring the version to."""
+    def _begin(self, version: PolicyVersion, alone: bool, again: Sending | None = None) -> _Flight | None:
+        """One flight; None where there is nobody to bring the version to. ``again``: of what was sent so."""
         weights = self._config.weights
         place = None if alone or weights.stage == "none" else weights.stage
         order = self._order_together(version, alone, place)
@@ -159,7 +166,9 @@ class PolicyPublisher:
             return None
         endpoints = [self._meetings.met[name].endpoint for name in order["ready"]]
         copied = weights.overlap and not alone
-        sending = self._publisher.begin(endpoints, version, staged=place is not None, from_copy=copied)
+        sending = self._publisher.begin(
+            endpoints, version, staged=place is not None, from_copy=copied, again=again
+        )
         result = None
         if self._control:
             result = self._landing.submit(self._land, self._control, order, sending, place is not None)

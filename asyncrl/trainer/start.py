@@ -7,6 +7,7 @@ process groups -> model from the Hugging Face directory -> checkpoint, if any ->
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +25,9 @@ from asyncrl.trainer.loop import TrainingLoop
 from asyncrl.trainer.publication import PolicyPublisher
 from asyncrl.trainer.record import StepRecorder
 from asyncrl.trainer.verify import Verifier
+from asyncrl.weights.cost import Links, Strategy, cheapest_strategy
 from asyncrl.weights.geometry import ModelGeometry
+from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.probe import probe_prompts
 from asyncrl.weights.publisher import Publisher
 from megatron_ext.optimizer import OptimizerSettings
@@ -62,6 +65,7 @@ def run_rank(config: Config) -> None:
         int(config.weights.bucket_mib * MIB) // config.engine.replicas,
         config.weights.timeout_s,
         delta=config.weights.delta,
+        choose=_strategy(config),
     )
     loop = TrainingLoop(
         config,
@@ -77,6 +81,16 @@ def run_rank(config: Config) -> None:
     loop.run(first_step, tuple(str(path) for path in ring_paths))
     ring.detach()
     shutdown()
+
+
+def _strategy(config: Config) -> Callable[[TransferPlan], Strategy]:
+    """How engines are to be sent to, once the plan of one is known."""
+    weights, replicas = config.weights, config.engine.replicas
+    if weights.strategy != "auto":
+        fixed = weights.strategy
+        return lambda plan: fixed
+    links = Links(weights.link_gb_s * 1e9, weights.link_latency_us * 1e-6)
+    return lambda plan: cheapest_strategy(plan, replicas, links)
 
 
 def _register(control: ControlClient) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -26,7 +27,8 @@ from asyncrl.weights.moves import Messages, Moves, message_rounds, pairs_of
 from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.tables import Ints
 
-STRATEGIES = ("p2p", "broadcast", "relay")
+Strategy = Literal["p2p", "broadcast", "relay"]
+STRATEGIES: tuple[Strategy, ...] = ("p2p", "broadcast", "relay")
 PREFERENCE = 1.05
 """An earlier strategy is chosen up to this many times the cheapest one's time: its engines fail alone."""
 LARGEST_BUCKET = 256 << 20
@@ -51,7 +53,7 @@ class Links:
 class Estimate:
     """One strategy's cost; ``bucket_bytes`` is the most that any link moves in a round."""
 
-    strategy: str
+    strategy: Strategy
     bound_s: float
     simulated_s: float
     num_rounds: int
@@ -98,7 +100,7 @@ class EngineTraffic:
         return int(max(self.sent.max() * copies, self.received.max()))
 
 
-def estimate(traffic: EngineTraffic, num_replicas: int, links: Links, strategy: str) -> Estimate:
+def estimate(traffic: EngineTraffic, num_replicas: int, links: Links, strategy: Strategy) -> Estimate:
     """The cost by one strategy, of messages that are all equal parts of their pair's bytes."""
     counts = message_counts(traffic, num_replicas, links, strategy)
     pair, number, when = message_rounds(counts)
@@ -109,14 +111,14 @@ def estimate(traffic: EngineTraffic, num_replicas: int, links: Links, strategy: 
 
 
 def simulate(
-    traffic: EngineTraffic, num_replicas: int, links: Links, strategy: str, messages: Messages
+    traffic: EngineTraffic, num_replicas: int, links: Links, strategy: Strategy, messages: Messages
 ) -> Estimate:
     """The cost of the very messages of a plan."""
     columns = (messages.sender, messages.receiver, messages.round, messages.num_bytes)
     return _priced(traffic, num_replicas, links, strategy, columns)
 
 
-def message_counts(traffic: EngineTraffic, num_replicas: int, links: Links, strategy: str) -> Ints:
+def message_counts(traffic: EngineTraffic, num_replicas: int, links: Links, strategy: Strategy) -> Ints:
     """Messages of each pair: one per round, as many rounds as make the best of latency and of staging.
 
     With n rounds of the fullest link's P bytes, latency costs n alpha, first and last copy 2 P / (n C): the
@@ -127,7 +129,7 @@ def message_counts(traffic: EngineTraffic, num_replicas: int, links: Links, stra
     return np.clip(traffic.pair_bytes // SMALLEST_MESSAGE, 1, -(-fullest // bucket))
 
 
-def _copies(strategy: str, num_replicas: int) -> int:
+def _copies(strategy: Strategy, num_replicas: int) -> int:
     return num_replicas if strategy == "p2p" else 1
 
 
@@ -135,7 +137,7 @@ def _priced(
     traffic: EngineTraffic,
     num_replicas: int,
     links: Links,
-    strategy: str,
+    strategy: Strategy,
     messages: tuple[Ints, Ints, Ints, Ints],
 ) -> Estimate:
     """The cost of (sender, receiver, round, bytes) of every message."""
@@ -157,7 +159,7 @@ def choose(estimates: Sequence[Estimate]) -> Estimate:
     return next(item for item in estimates if item.simulated_s <= PREFERENCE * cheapest)
 
 
-def cheapest_strategy(plan: TransferPlan, num_replicas: int, links: Links) -> str:
+def cheapest_strategy(plan: TransferPlan, num_replicas: int, links: Links) -> Strategy:
     """For engines of one plan, by the times of messages of the best size."""
     traffic = EngineTraffic.of(plan.moves, len(plan.senders), len(plan.receivers), skew=1.0)
     return choose([estimate(traffic, num_replicas, links, name) for name in STRATEGIES]).strategy
@@ -178,7 +180,7 @@ def _round_loads(traffic: EngineTraffic, messages: tuple[Ints, Ints, Ints, Ints]
     return fullest
 
 
-def _least_latency(strategy: str, num_replicas: int, links: Links) -> float:
+def _least_latency(strategy: Strategy, num_replicas: int, links: Links) -> float:
     """Seconds before the last replica can have its first byte: once copied, a byte may be passed on by all
     who have it; a relayed one travels twice."""
     if strategy == "broadcast":
@@ -186,7 +188,7 @@ def _least_latency(strategy: str, num_replicas: int, links: Links) -> float:
     return 2 * links.latency if strategy == "relay" and num_replicas > 1 else links.latency
 
 
-def _fill(strategy: str, num_replicas: int, bucket: int, links: Links) -> float:
+def _fill(strategy: Strategy, num_replicas: int, bucket: int, links: Links) -> float:
     """Seconds until the last replica has what the first round brought, beyond the round itself."""
     if strategy == "broadcast":
         return (num_replicas - 1) * (HOP_S + min(bucket, HOP_BYTES) / links.bandwidth)
@@ -195,7 +197,7 @@ def _fill(strategy: str, num_replicas: int, bucket: int, links: Links) -> float:
     return 0.0
 
 
-def _connections(traffic: EngineTraffic, num_replicas: int, strategy: str) -> tuple[int, int]:
+def _connections(traffic: EngineTraffic, num_replicas: int, strategy: Strategy) -> tuple[int, int]:
     """Communicators of all, and the most peers of any rank."""
     of_sender = int(np.bincount(traffic.pair_sender).max()) * num_replicas
     of_receiver = int(np.bincount(traffic.pair_receiver).max())

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.weights.collective import exchange_layouts
+from asyncrl.weights.cost import Strategy
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.handshake import Handshake, Meeting
 from asyncrl.weights.layout import ShardLayout
@@ -31,8 +31,6 @@ from asyncrl.weights.routes import Linked
 from asyncrl.weights.sending import Parcel, Sending, exchange_outcomes, failures_anywhere
 from asyncrl.weights.transport import BucketSender, EngineEndpoint, LinkedBy, Target, Version
 from asyncrl.weights.wire import NO_BASE, WeightUpdateError
-
-Strategy = Literal["p2p", Linked]
 
 __all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher", "Sending", "Strategy"]
 
@@ -135,7 +133,7 @@ class Publisher:
         self._connections[endpoint.name] = _Connection(meeting, sender)
 
     @property
-    def strategy(self) -> str:
+    def strategy(self) -> Strategy:
         """How engines of one plan are to be sent to; known once one is connected."""
         return self._strategy
 

@@ -47,6 +47,11 @@ class Sending:
         )
         self._outcomes: list[Future[Outcome]] = [self._pool.submit(self._send, item) for item in parcels]
 
+    @property
+    def together(self) -> set[str]:
+        """The engines that are linked."""
+        return {engine for item in self.parcels if len(item.engines) > 1 for engine in item.engines}
+
     def _send(self, parcel: Parcel) -> Outcome:
         try:
             sent = parcel.sender.send(self.version, self._timeout_s, parcel.base, staged=self._staged)

@@ -110,10 +110,12 @@ class Case:
             total += tensor.numel() * size
         return total
 
-    def link_order(self, replica: int, number: int = 1) -> LinkOrder:
-        """What the engines are told when they are linked for the first time, or the second."""
+    def link_order(self, replica: int, number: int = 1, num_replicas: int = 0) -> LinkOrder:
+        """What the engines are told when they are linked for the first time, or some of them again."""
         where = f"{self.name}-link{number}", "127.0.0.1", self.ports[-number]
-        return LinkOrder(number, self.link, *where, replica, len(self.engines), "gloo", TIMEOUT_S)
+        return LinkOrder(
+            number, self.link, *where, replica, num_replicas or len(self.engines), "gloo", TIMEOUT_S
+        )
 
     @property
     def num_trainers(self) -> int:

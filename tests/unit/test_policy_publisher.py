@@ -25,10 +25,14 @@ from tests.unit.test_config import with_settings
 class Transport:
     """Stands for `Publisher`: remembers whom it met and what it sent to whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: str) -> None:
+        self.strategy = strategy
+        self.linked: tuple[str, ...] = ()
+        self.links: list[int] = []  # their numbers
         self.connected: dict[str, EngineEndpoint] = {}
         self.sent: list[tuple[int, list[str]]] = []
         self.copied: list[int] = []  # versions that were sent from a copy
+        self.sent_again: list[int] = []
         self.refuse_next = ""  # why the next meeting fails
         self.fail_next = ""  # the engine to which another rank cannot send the next version
         self.fail_here = ""  # the engine to which this rank cannot
@@ -44,6 +48,16 @@ class Transport:
 
     def disconnect(self, name: str) -> None:
         self.connected.pop(name, None)
+        if name in self.linked:
+            self.linked = ()
+
+    def linkable(self) -> tuple[str, ...]:
+        return tuple(sorted(self.connected)) if len(self.connected) > 1 else ()
+
+    def link(self, engines: Sequence[str], number: int, strategy: str) -> None:
+        assert strategy == self.strategy
+        self.linked = tuple(engines)
+        self.links.append(number)
 
     def plan_hash(self, name: str) -> str:
         return f"plan of {self.connected[name].group_name}"
@@ -52,13 +66,26 @@ class Transport:
         return f"manifest of {name}"
 
     def begin(
-        self, endpoints: Sequence[EngineEndpoint], version: int, *, staged: bool, from_copy: bool
+        self,
+        endpoints: Sequence[EngineEndpoint],
+        version: int,
+        *,
+        staged: bool,
+        from_copy: bool,
+        again: SendingNow | None,
     ) -> SendingNow:
-        self.sent.append((version, [endpoint.name for endpoint in endpoints]))
+        names = [endpoint.name for endpoint in endpoints]
+        self.sent.append((version, names))
+        together = set(self.linked) if set(self.linked) <= set(names) else set[str]()
+        if again is not None:
+            self.sent_again.append(version)
         if from_copy:
             self.copied.append(version)
         failed, self.fail_here = self.fail_here, ""
-        return SendingNow(self.sending, {failed: "it did not verify"} if failed else {})
+        failures = {failed: "it did not verify"} if failed else {}
+        if failed in together:  # they fail together
+            failures = dict.fromkeys(together, f"{failed} did not take its stripe")
+        return SendingNow(self.sending, failures, together)
 
     def finish(self, sending: SendingNow, taken_by: Sequence[str]) -> PublishStats:
         failures = [EngineFailure(name, reason) for name, reason in sending.failures_here().items()]
@@ -76,6 +103,7 @@ class SendingNow:
 
     arrived: threading.Event
     failures: dict[str, str]
+    together: set[str]
 
     def failures_here(self) -> dict[str, str]:
         assert self.arrived.wait(10.0), "nobody lets it arrive"
@@ -86,7 +114,7 @@ class Job:
     """Two engines, a coordinator that listens, and the trainer's only rank."""
 
     def __init__(self, url: str, fleet: Fleet, **weights: Any) -> None:
-        self.fleet, self.transport = fleet, Transport()
+        self.fleet, self.transport = fleet, Transport(weights.get("strategy", "p2p"))
         self.control = ControlClient(ControlAddress(url, "token"))
         config = with_settings(engine={"replicas": 2}, weights={"timeout_s": 5.0, **weights})
         self.publisher = PolicyPublisher(self.transport, self.control, config)  # type: ignore[arg-type]
@@ -101,10 +129,10 @@ class Job:
         await self.do(self.publisher.connect_engines)
         await self.do(self.publisher.publish, 0)
 
-    async def restart(self, name: str) -> None:
+    async def restart(self, name: str, engine: ScriptedEngine | None = None) -> None:
         self.fleet.engines[name].kill()
         await self.fleet.coordinator.engine_lost(EngineLost(name=name, incarnation=0, reason="killed"))
-        self.fleet.engines[name] = ScriptedEngine(name)
+        self.fleet.engines[name] = engine or ScriptedEngine(name)
         await self.fleet.register(name, incarnation=1)
 
     def has_news(self) -> bool:

@@ -1,0 +1,154 @@
+"""The processes of the tests of deaths among linked engines: all of them fail in time, and the others go on.
+
+    python -m tests.distributed.link_fault_worker DIRECTORY
+
+The parent wrote DIRECTORY/cases.json. Every case has two trainer ranks and three linked engines of one rank.
+``fault`` is link:PHASE: engine 1 dies in version 1, at that phase. The two that are left lack what it had to
+pass on. They leave, are met again and get version 1 one by one, are linked anew, and get version 2 together.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.weights import receiver as receiver_module
+from asyncrl.weights.publisher import EngineEndpoint, Publisher
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.wire import Deadline, WeightUpdateError
+from tests.distributed.fault_worker import CASES_AT_ONCE, FaultCase, die_before, report
+from tests.distributed.forked import run_roles
+from tests.distributed.publish_case import TIMEOUT_S
+from tests.distributed.publish_worker import (
+    all_agree,
+    join_as_engine,
+    publish,
+    start_default_group,
+    take_version,
+    trainer_chunks,
+)
+from tests.shard_reference import Tensors, first_difference
+
+VICTIM, SURVIVORS = 1, (0, 2)  # engines
+ALL = {"engine0", "engine1", "engine2"}
+LATE = ("digests", "result")
+"""Phases at which the others may have all that they need."""
+WORDS = {
+    "header": "waiting for version",
+    "arrival": "of bucket 2 of sender",  # of its stripe of a bucket
+    "exchange": "exchanging bucket 2",
+    "passing": "replica 2 taking bucket 2",
+    "chain": "waiting for bucket 2 of replica 0",
+    "digests": "the digests",
+    "result": "telling the first sender",
+}
+
+
+def met_again(case: FaultCase, engine_idx: int) -> EngineEndpoint:
+    group = f"{case.name}-again{engine_idx}"
+    return replace(case.endpoint(engine_idx), group_name=group, master_port=case.ports[7 + engine_idx // 2])
+
+
+def run_trainer(case: FaultCase, rank: int) -> str:
+    start_default_group(case.ports[0], rank, case.num_trainers, TIMEOUT_S)
+    layouts, tensors = trainer_chunks(case, rank, version=1)
+    size = case.num_trainers, layouts, tensors, case.geometry, case.bucket_bytes, TIMEOUT_S, False
+    publisher = Publisher(rank, *size, choose=lambda plan: case.link)
+    for engine_idx in range(len(case.engines)):
+        publisher.connect(case.endpoint(engine_idx))
+    case.link_engines(publisher, rank)
+    publisher._handshake = replace(publisher._handshake, timeout_s=case.timeout_s)
+    started = time.monotonic()
+    endpoints = [case.endpoint(idx) for idx in range(len(case.engines))]
+    failed = {failure.engine for failure in publish(case, publisher, endpoints, tensors, 1).failures}
+    seconds = time.monotonic() - started
+    if seconds > case.timeout_s + 5.0 or (failed != ALL and case.when not in LATE):
+        return f"failed: {failed}, after {seconds:.1f} s"
+    for name in ALL:
+        publisher.disconnect(name)
+    if publisher.linked:
+        return f"still linked: {publisher.linked}"
+    publisher._handshake = replace(publisher._handshake, timeout_s=TIMEOUT_S)
+    for name, tensor in trainer_chunks(case, rank, version=1)[1].items():
+        tensors[name].copy_(tensor)
+    endpoints = [met_again(case, engine_idx) for engine_idx in SURVIVORS]
+    for endpoint in endpoints:
+        publisher.connect(endpoint)
+    failures = publisher.publish(endpoints, 1).failures
+    case.link_engines(publisher, rank, number=2)
+    for name, tensor in trainer_chunks(case, rank, version=2)[1].items():
+        tensors[name].copy_(tensor)
+    failures += publish(case, publisher, endpoints, tensors, 2).failures
+    return "; ".join(map(str, failures))
+
+
+def run_engine(case: FaultCase, engine_idx: int) -> str:
+    start_default_group(case.ports[1 + engine_idx], 0, 1, TIMEOUT_S)
+    parameters = case.engine_tensors(0, 1, 0)
+    group = join_as_engine(case, case.endpoint(engine_idx), 0)
+    receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
+    receiver.connect(TIMEOUT_S)
+    receiver.link(case.link_order(engine_idx), 0)
+    assert receiver._link is not None
+    receiver._link.group(Deadline(TIMEOUT_S))  # nobody dies before
+    if engine_idx == VICTIM:
+        words = WORDS[case.when]
+        die_before(receiver_module.Deadline, "wait", lambda _, work, what: words in what)
+    before = {name: tensor.clone() for name, tensor in parameters.items()}
+    started = time.monotonic()
+    reason = "it was taken"
+    try:
+        take_version(case, receiver, parameters, 1, receiver._plan_hash)
+    except WeightUpdateError as error:
+        reason = str(error)
+        if case.staged and (difference := first_difference(parameters, before)):
+            return f"the live weights changed: {difference}"
+    seconds = time.monotonic() - started
+    if seconds > case.timeout_s + 7.0 or (reason == "it was taken" and case.when not in LATE):
+        return f"after {seconds:.1f} s: {reason}"
+    receiver.close()
+    dist.destroy_process_group(group)
+    return come_back(case, parameters, engine_idx)
+
+
+def come_back(case: FaultCase, parameters: Tensors, engine_idx: int) -> str:
+    patient = case.with_timeout(TIMEOUT_S)
+    group = join_as_engine(case, met_again(case, engine_idx), 0)
+    receiver = Receiver(parameters, group, range(case.num_trainers), all_agree)
+    receiver.connect(TIMEOUT_S)
+    receiver.receive(1, receiver._plan_hash, TIMEOUT_S)
+    if difference := first_difference(parameters, case.engine_tensors(1, 1, 0)):
+        return f"version 1: {difference}"
+    receiver.link(case.link_order(SURVIVORS.index(engine_idx), 2, len(SURVIVORS)), 0)
+    difference = take_version(patient, receiver, parameters, 2, receiver._plan_hash)
+    return difference or first_difference(parameters, case.engine_tensors(2, 1, 0))
+
+
+def roles_of(case: FaultCase, directory: Path) -> dict[str, Callable[[], None]]:
+    work: dict[str, Callable[[], str]] = {
+        f"trainer{rank}": partial(run_trainer, case, rank) for rank in range(case.num_trainers)
+    }
+    work |= {f"engine{idx}": partial(run_engine, case, idx) for idx in range(len(case.engines))}
+    prefix = case.name.replace(":", "-")
+    return {f"{prefix}.{role}": partial(report, case, role, do, directory) for role, do in work.items()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    into = Path(sys.argv[1])
+    cases = [FaultCase(fields) for fields in json.loads((into / "cases.json").read_text())]
+    failed: list[str] = []
+    for first in range(0, len(cases), CASES_AT_ONCE):
+        roles: dict[str, Callable[[], None]] = {}
+        for case in cases[first : first + CASES_AT_ONCE]:
+            roles |= roles_of(case, into)
+        failed += run_roles(roles, into)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
