@@ -35,7 +35,7 @@ def paused_engines(run: Run) -> set[str]:
 def test_a_killed_engine_comes_back_and_no_sample_is_lost_or_trained_twice(tmp_path: Path) -> None:
     before = shared_memory()
     overrides = ("engine.replicas=2", "train.steps=5000", "weights.verify=false", "rollout.max_new_tokens=64")
-    with started(tmp_path / "two", *overrides) as run:
+    with started(tmp_path / "two", *overrides, "weights.strategy=relay") as run:
         run.wait_until(lambda: len(run.steps()) >= 2, START_S)
         assert paused_engines(run) == {"engine-0", "engine-1"}
         os.kill(run.pid_of("sglang::scheduler"), signal.SIGKILL)

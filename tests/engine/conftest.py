@@ -24,6 +24,7 @@ from asyncrl.config import EngineConfig
 from asyncrl.engines.ports import free_port
 from asyncrl.engines.process import EngineCommand, engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
+from asyncrl.weights.cost import Strategy
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.hf import read_shards
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
@@ -68,7 +69,9 @@ def start_engine(model: Path, directory: Path, *, tp_size: int, extra: tuple[str
 
 
 @contextlib.contextmanager
-def trainer_of_one_rank(model: Path) -> Iterator[tuple[Publisher, dict[str, torch.Tensor]]]:
+def trainer_of_one_rank(
+    model: Path, strategy: Strategy = "p2p"
+) -> Iterator[tuple[Publisher, dict[str, torch.Tensor]]]:
     """A trainer that holds the whole model, and its tensors."""
     geometry = ModelGeometry.from_hf(model)
     layers = tuple(range(1, geometry.num_layers + 1))
@@ -77,7 +80,8 @@ def trainer_of_one_rank(model: Path) -> Iterator[tuple[Publisher, dict[str, torc
     tensors = {shard.name: torch.zeros(shard.shape) for shard in shards}
     read_shards(model, shards, tensors)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Publisher(0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS), tensors
+    size = 0, 1, shards, tensors, geometry, 64 << 10, TIMEOUT_S_WEIGHTS
+    yield Publisher(*size, choose=lambda plan: strategy), tensors
     dist.destroy_process_group()
 
 

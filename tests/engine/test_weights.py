@@ -31,7 +31,7 @@ def trainer(model_dirs: tuple[Path, Path]) -> Iterator[tuple[Publisher, dict[str
 
 async def connect(engine: SGLangEngine, publisher: Publisher, ep_size: int = 1) -> EngineEndpoint:
     """Join trainer and engine in a weight group and agree on the plan."""
-    tp_size = {"tp1": 1, "tp2": 2}[engine.name]
+    tp_size = {"tp1": 1, "tp2": 2, "tp2-twin": 2}[engine.name]
     name = f"weights-{new_rid()}"
     endpoint = EngineEndpoint(engine.name, tp_size, name, "127.0.0.1", free_port(), ep_size)
     group = WeightGroup(
