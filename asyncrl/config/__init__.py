@@ -190,7 +190,7 @@ class WeightsConfig(Section):
     bucket_mib: PositiveFloat = 32.0  # size of a staging buffer; each side has two
     timeout_s: PositiveFloat = 120.0  # longest wait for a publication
     # how engines of one plan get a version: p2p, each from the trainer; relay and broadcast, every byte from
-    # the trainer once, and from replica to replica in stripes or whole; auto: the cheapest by the cost model
+    # the trainer once, and from replica to replica in stripes or chunks; auto: the cheapest by the cost model
     strategy: Literal["auto", "p2p", "relay", "broadcast"] = "auto"
     link_gb_s: PositiveFloat = (
         50.0  # for the cost model: 1e9 bytes a second that a rank's link moves each way

@@ -6,8 +6,8 @@ A link moves ``bandwidth`` bytes a second in each direction; a round of messages
 one before has been posted. Three strategies over the same moves:
 
 * p2p: every sender sends every replica its bytes;
-* broadcast: a bucket leaves its sender once and passes through the ranks of all replicas that need it;
-* relay: each replica gets a stripe of a bucket, and the replicas gather the stripes from each other.
+* broadcast: a bucket leaves its sender once and goes from replica to replica, in chunks;
+* relay: each replica gets a stripe of a bucket, and the replicas exchange the stripes.
 
 The bound: the fullest receiver's bytes, or the bytes that only a set of ranks holds over their links, times
 the copies that they must send; and the latency of the first byte. The simulation adds up rounds: a round
@@ -26,6 +26,7 @@ import numpy as np
 from asyncrl.weights.moves import Messages, Moves, message_rounds, pairs_of
 from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.tables import Ints
+from asyncrl.weights.wire import chunk_bytes
 
 Strategy = Literal["p2p", "broadcast", "relay"]
 STRATEGIES: tuple[Strategy, ...] = ("p2p", "broadcast", "relay")
@@ -37,8 +38,7 @@ SMALLEST_MESSAGE = 1 << 20
 COPY_BANDWIDTH = 1e12
 """Bytes a second at which a bucket is packed or unpacked: a fifth of what an H200's memory moves."""
 HOP_S = 5e-6
-HOP_BYTES = 128 << 10
-"""A broadcast passes along a chain of ranks in chunks of this size, each hop this late."""
+"""Seconds after which a rank can pass on what it has received, where the next one waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _least_latency(strategy: Strategy, num_replicas: int, links: Links) -> float
 def _fill(strategy: Strategy, num_replicas: int, bucket: int, links: Links) -> float:
     """Seconds until the last replica has what the first round brought, beyond the round itself."""
     if strategy == "broadcast":
-        return (num_replicas - 1) * (HOP_S + min(bucket, HOP_BYTES) / links.bandwidth)
+        return (num_replicas - 1) * (HOP_S + min(bucket, chunk_bytes(bucket)) / links.bandwidth)
     if strategy == "relay" and num_replicas > 1:
         return links.latency + bucket / num_replicas / links.bandwidth
     return 0.0
@@ -204,5 +204,5 @@ def _connections(traffic: EngineTraffic, num_replicas: int, strategy: Strategy) 
     num_ranks = len(traffic.received)
     if strategy == "p2p":
         return num_replicas, max(of_sender, of_receiver)
-    peers = max(of_sender, of_receiver + num_replicas - 1)
-    return (num_ranks if strategy == "broadcast" else num_ranks + num_replicas), peers
+    others = min(num_replicas - 1, 2) if strategy == "broadcast" else num_replicas - 1
+    return num_ranks + num_replicas, max(of_sender, of_receiver + others)

@@ -2,7 +2,7 @@
 
     p2p        sender --bucket--> this rank
     relay      sender --stripe i--> replica i; then each replica's rank sends its stripe to all others
-    broadcast  sender --bucket--> replica 0 --> replica 1 --> ...
+    broadcast  sender --chunk--> replica 0 --> replica 1 --> ..., the next chunk behind it
 
 Replicas are engines of one plan: the same rank of each needs the same bytes. A *link* joins them, rank by
 rank: rank j of every replica is in one group, whose ranks are the replicas. Over a link every byte leaves the
@@ -26,6 +26,7 @@ from asyncrl.weights.groups import join_at, reach_store
 from asyncrl.weights.wire import (
     Deadline,
     WeightUpdateError,
+    chunks,
     start_exchange,
     start_receive,
     start_send,
@@ -180,43 +181,39 @@ class Relay:
 
 
 class Broadcast:
-    """Buckets come from the replica before, or from the sender, and are passed on to the replica after."""
+    """Chunks come from the replica before, or from the sender, and are passed on to the replica after."""
 
     def __init__(self, trainer: dist.ProcessGroup, link: Link, deadline: Deadline) -> None:
         self._trainer = trainer
         self._replicas = link.group(deadline)
         self._own, self._last = link.order.replica, link.order.num_replicas - 1
         self._deadline = deadline
-        self._coming: dict[int, _Coming] = {}
-        self._leaving: dict[int, dist.Work] = {}
+        self._coming: dict[int, list[_Coming]] = {}
+        self._leaving: dict[int, list[dist.Work]] = {}
 
     def begin(self, bucket_idx: int, sender: int, space: torch.Tensor) -> None:
         self._await_passing(bucket_idx - 2)  # it shares its space with this one
-        work = None
-        if len(space):
-            first = self._own == 0
-            upstream = (self._trainer, sender) if first else (self._replicas, self._own - 1)
-            work = start_receive(*upstream, space)
-        self._coming[bucket_idx] = _Coming(sender, space, work)
+        upstream = (self._replicas, self._own - 1) if self._own else (self._trainer, sender)
+        self._coming[bucket_idx] = [
+            _Coming(sender, chunk, start_receive(*upstream, chunk)) for chunk in chunks(space)
+        ]
 
     def complete(self, bucket_idx: int) -> None:
-        coming = self._coming.pop(bucket_idx)
-        if coming.work is None:
-            return
-        giver = f"replica {self._own - 1}" if self._own else f"sender {coming.sender}"
-        self._deadline.wait(coming.work, f"waiting for bucket {bucket_idx} of {giver}")
-        if self._own < self._last:
-            self._leaving[bucket_idx] = start_send(self._replicas, self._own + 1, coming.space)
+        leaving = self._leaving.setdefault(bucket_idx, [])
+        for coming in self._coming.pop(bucket_idx):
+            giver = f"replica {self._own - 1}" if self._own else f"sender {coming.sender}"
+            assert coming.work is not None, "no chunk is empty"
+            self._deadline.wait(coming.work, f"waiting for bucket {bucket_idx} of {giver}")
+            if self._own < self._last:
+                leaving.append(start_send(self._replicas, self._own + 1, coming.space))
 
     def finish(self) -> None:
         for bucket_idx in sorted(self._leaving):
             self._await_passing(bucket_idx)
 
     def _await_passing(self, bucket_idx: int) -> None:
-        work = self._leaving.pop(bucket_idx, None)
-        if work is not None:
-            what = f"replica {self._own + 1} taking bucket {bucket_idx}"
-            self._deadline.wait(work, what)
+        for work in self._leaving.pop(bucket_idx, ()):
+            self._deadline.wait(work, f"replica {self._own + 1} taking bucket {bucket_idx}")
 
 
 def route_over(

@@ -8,7 +8,7 @@
                   version, its ranks tell the first sender whether they have verified it
 
 Engines that are linked have one sender together: a bucket is packed once, and leaves once, in stripes to all
-of them or whole to the first; they pass it on (`routes`). Header, sizes and digests go to each.
+of them or in chunks to the first; they pass it on (`routes`). Header, sizes and digests go to each.
 
 Every wait is under a deadline; after any error the groups are broken and must be left.
 """
@@ -38,6 +38,7 @@ from asyncrl.weights.wire import (
     WeightUpdateError,
     bytes_per_change,
     changes_between,
+    chunks,
     staging,
     start_receive,
     start_send,
@@ -231,12 +232,14 @@ class BucketSender:
         return new if changes is None else changes
 
     def _start(self, bucket: Bucket, bucket_idx: int, space: torch.Tensor) -> list[_Leaving]:
-        """Begin to send a bucket: whole to the first engine, or its stripes to all; no empty ones."""
-        if self._link is not None and self._link.strategy == "relay":
-            count = len(self._targets)
-            parts = [(target, stripe(space, idx, count)) for idx, target in enumerate(self._targets)]
+        """Begin to send a bucket, as `routes` has it arrive; no empty parts."""
+        first, count = self._targets[0], len(self._targets)
+        if self._link is None:
+            parts = [(first, space)]
+        elif self._link.strategy == "broadcast":
+            parts = [(first, chunk) for chunk in chunks(space)]
         else:
-            parts = [(self._targets[0], space)]
+            parts = [(target, stripe(space, idx, count)) for idx, target in enumerate(self._targets)]
         return [
             _Leaving(
                 start_send(target.group, self._group_rank(bucket.receiver), part),

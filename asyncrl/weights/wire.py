@@ -31,6 +31,7 @@ STAGING_ALIGNMENT = 256
 NO_BASE = -1
 NO_LINK = 0
 WHOLE = -1
+SMALLEST_CHUNK, MOST_CHUNKS = 128 << 10, 256
 FAILED, VERIFIED = 0, 1
 
 
@@ -91,6 +92,17 @@ def start_exchange(
 def stripe(data: torch.Tensor, idx: int, count: int) -> torch.Tensor:
     """The ``idx``-th of ``count`` equal parts of a bucket, uint8; a view."""
     return data[len(data) * idx // count : len(data) * (idx + 1) // count]
+
+
+def chunks(data: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces in which a bucket, uint8, goes from replica to replica; views."""
+    return list(torch.split(data, chunk_bytes(len(data)))) if len(data) else []
+
+
+def chunk_bytes(num_bytes: int) -> int:
+    """Of a bucket of so many bytes: short, so that whoever is last in a chain does not wait for long; but few
+    enough, for each costs a call."""
+    return max(SMALLEST_CHUNK, num_bytes // MOST_CHUNKS)
 
 
 def _started(start: Callable[[], dist.Work | None], peer: int) -> dist.Work:

@@ -98,7 +98,7 @@ LINKED: list[dict[str, Any]] = [
     {"name": "experts", **MOE, "dp": 2, "ep": 2, "engines": [2, 2], "engine_ep": 2},
     {"name": "changes", "tp": 2, "engines": [1, 1, 1], "changed": [0.02, 0.0, 0.05, 0.9]},
     {"name": "staged-changes", "pp": 2, "engines": [2, 2], "changed": [0.02, 0.9], "staged": True},
-    {"name": "one-bucket", "tp": 2, "engines": [1, 1], "bucket_bytes": 1 << 20},
+    {"name": "one-bucket", "tp": 2, "engines": [1, 1, 1], "bucket_bytes": 1 << 22, "geometry": BLOCKS},
 ]
 # Those that wait for a deadline come last: who has nothing to do meanwhile looks for its next rendezvous ever
 # more rarely, and a case with a short deadline must not pay for that.
@@ -131,8 +131,8 @@ CASES = [
     *({**case, "staged": True} for case in STAGED),
     *(
         {**case, "name": f"{link}-{case['name']}", "link": link}
-        for link in ("relay", "broadcast")
-        for case in LINKED
+        for link, cases in (("relay", LINKED), ("broadcast", LINKED[1::2]))
+        for case in cases
     ),
     *({**case, "fp8": True, "bucket_bytes": 150_000} for case in FP8),
     *({**case, "name": fault_name(case), "bucket_bytes": 1000} for case in FAULTS),

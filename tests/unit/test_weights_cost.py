@@ -47,7 +47,7 @@ def test_copies_leave_by_p2p_only() -> None:
     p2p, broadcast, relay = (estimate(flow, 4, links, name) for name in ("p2p", "broadcast", "relay"))
     assert p2p.bound_s == pytest.approx(8.0)
     assert broadcast.bound_s == pytest.approx(2.0, abs=1e-3) and relay.bound_s == pytest.approx(2.0)
-    assert (p2p.num_communicators, broadcast.num_communicators, relay.num_communicators) == (4, 2, 6)
+    assert (p2p.num_communicators, broadcast.num_communicators, relay.num_communicators) == (4, 6, 6)
     assert (p2p.max_peers, broadcast.max_peers, relay.max_peers) == (8, 8, 8)
     for item in (p2p, broadcast, relay):
         assert item.bound_s <= item.simulated_s <= 1.1 * item.bound_s
