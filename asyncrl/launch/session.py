@@ -81,7 +81,8 @@ class Session:
             peak_rss_gib=round(self._memory.peak_gib, 2),
             publications=state.publications,
             samples_issued=counts.issued,
-            samples_trained=counts.consumed + counts.acknowledged,
+            # By the trainer's word: the rollouter's may be a batch old where the run was interrupted.
+            samples_trained=state.batches_trained * self._config.train.samples_per_step,
             samples_dropped=counts.num_dropped,
         )
         write_summary(self._run, summary)
