@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.config import Config
@@ -54,6 +54,7 @@ class PublishTimes:
     total_s: float  # that training waited
     transfer_s: float
     num_bytes: int  # that arrived at all engines
+    num_linked: int = 0  # engines that passed them on to each other
     paused_s: Mapping[str, float] = field(default_factory=dict)  # engine -> how long it answered nobody
 
     @property
@@ -110,7 +111,7 @@ class PolicyPublisher:
         assert self._flight is not None, "the coordinator refuses a publication without engines"
         if not self._config.weights.overlap:
             times = self.finish()
-        return PublishTimes(time.monotonic() - started, times.transfer_s, times.num_bytes, times.paused_s)
+        return replace(times, total_s=time.monotonic() - started)
 
     def catch_up(self, version: PolicyVersion) -> None:
         """Bring the current weights, published as ``version`` before, into engines that came since.
@@ -136,7 +137,8 @@ class PolicyPublisher:
         stats = self._publisher.finish(flight.sending, taken_by=result.committed if result else ())
         together = flight.sending.together & {failure.engine for failure in stats.failures}
         if together:
-            self._meetings.links.distrust(stats.failures[0].reason)
+            reasons = [failure.reason for failure in stats.failures if failure.engine in together]
+            self._meetings.links.distrust(reasons[0])
         for failure in stats.failures:
             self._meetings.leave(failure.engine)
             if self._control:
@@ -154,6 +156,7 @@ class PolicyPublisher:
             time.monotonic() - started,
             stats.seconds,
             stats.bytes_received_total,
+            len(flight.sending.together - together),
             result.paused_s if result else {},
         )
 

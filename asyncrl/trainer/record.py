@@ -111,6 +111,7 @@ def _extra(
         "time/train": times.train_s,
         "publish/transfer_s": publish.transfer_s,
         "publish/bytes": float(publish.num_bytes),
+        "publish/linked": float(publish.num_linked),
         **{f"publish/paused_s/{engine}": seconds for engine, seconds in publish.paused_s.items()},
         "train/entries": float(num_entries),  # computed by rank 0's replica: shared prompts once, padding too
         **{f"algo/{name}": value for name, value in algorithm.items() if name not in ("loss", "tokens")},

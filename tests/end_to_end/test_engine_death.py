@@ -64,6 +64,8 @@ def test_a_killed_engine_comes_back_and_no_sample_is_lost_or_trained_twice(tmp_p
     assert summary["steps"] == max(run.steps())
     assert summary["samples_trained"] == summary["steps"] * 16
     assert_trained_once(run, summary["steps"])
+    linked = [line["publish/linked"] for line in run.json_lines("metrics.jsonl")]
+    assert linked[0] == linked[-1] == 2 and 0 in linked  # before the death, after the return, between them
     for line in run.json_lines("metrics.jsonl"):
         assert 0 <= line["staleness/max"] <= 1  # rollout.max_staleness
 
