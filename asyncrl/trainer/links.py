@@ -9,7 +9,7 @@ tried again with the same starts of the same engines: they are sent to one by on
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -23,6 +23,9 @@ from asyncrl.trainer.collectives import broadcast_json
 from asyncrl.weights.groups import host_store
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.routes import Linked, ready_key
+
+
+log = logging.getLogger(__name__)
 
 
 class Linking:
@@ -59,11 +62,7 @@ class Linking:
         self._distrusted = self._members
         if self._control:
             names = ", ".join(name for name, _ in self._members)
-            print(
-                f"link of {names} given up, they get weights one by one: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log.warning("%s: sent to one by one, since their link failed: %s", names, reason)
 
     def _join(self, engines: Sequence[str], strategy: Linked, tp_size: int) -> str:
         """Let the engines' ranks meet; returns why they did not, or an empty string."""

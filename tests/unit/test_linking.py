@@ -61,14 +61,14 @@ async def test_an_engine_that_was_started_again_is_linked_anew(job: Job) -> None
 
 
 async def test_a_link_that_fails_with_a_version_is_given_up_and_the_version_sent_one_by_one(
-    job: Job, capsys: pytest.CaptureFixture[str]
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     await job.start()
     job.transport.fail_here = "engine-1"
     await job.do(job.publisher.publish, 1)
     assert job.serving() == dict.fromkeys(NAMES, 1)  # within the same publication
     assert job.transport.sent_again == [1] and job.transport.linked == ()
-    assert "engine-1 did not take its stripe" in capsys.readouterr().err
+    assert "engine-1 did not take its stripe" in caplog.text
     await job.do(job.publisher.publish, 2)
     assert job.transport.links == [1]  # not tried again ..
     await job.restart("engine-1", LinkingEngine("engine-1"))
@@ -77,23 +77,23 @@ async def test_a_link_that_fails_with_a_version_is_given_up_and_the_version_sent
 
 
 async def test_a_link_that_a_rank_does_not_join_is_named_and_given_up(
-    job: Job, capsys: pytest.CaptureFixture[str]
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = job.fleet.engines["engine-1"]
     assert isinstance(engine, LinkingEngine)
     engine.joins = False
     await job.start()
-    assert "rank 0 of engine-1 did not join within 1 s" in capsys.readouterr().err
+    assert "rank 0 of engine-1 did not join within 1 s" in caplog.text
     assert job.transport.linked == () and job.serving() == dict.fromkeys(NAMES, 0)
 
 
 async def test_an_engine_that_refuses_to_be_linked_is_named(
-    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(group_name: str, link: ReplicaLink) -> None:
         raise EngineError("engine engine-0 has other things to do")
 
     monkeypatch.setattr(job.fleet.engines["engine-0"], "link_replicas", refuse)
     await job.start()
-    assert "engine engine-0 has other things to do" in capsys.readouterr().err
+    assert "engine engine-0 has other things to do" in caplog.text
     assert job.transport.linked == () and job.serving() == dict.fromkeys(NAMES, 0)
