@@ -8,7 +8,9 @@ parameters with what the version must be. Seconds are from the first process tha
 done. Peak extra memory is measured (the kernel's high-water mark of resident memory), bytes are counted: a
 broadcast as one copy out of its root and one into every receiver.
 
-* asyncrl: each engine rank receives the bytes of its own shard.
+* asyncrl: each engine rank receives the bytes of its own shard, from the trainer.
+* asyncrl, relay: each engine gets half of a bucket, and they exchange the halves, so that a trainer rank
+  sends what one engine needs, however many there are. Loopback is one link for all: look at the bytes.
 * asyncrl, staged: into a second copy, while the live weights would serve and the trainer would train on; the
   pause is the local copy alone. The second copies, of the shard on both sides, count as extra memory.
 * gather + broadcast: the ranks of a pipeline stage gather every tensor whole, its first rank broadcasts it to
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from publish_world import MODELS, Outcome, World
 
-METHODS = ("asyncrl", "asyncrl, staged", "gather + broadcast", "disk")
+METHODS = ("asyncrl", "asyncrl, relay", "asyncrl, staged", "gather + broadcast", "disk")
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,11 @@ def plot(rows: list[Row], path: Path) -> None:
     sizes = sorted({row.parameters for row in rows})
     for place, method in enumerate(METHODS):
         mine = [row for size in sizes for row in rows if (row.method, row.parameters) == (method, size)]
-        at = [idx + 0.2 * place for idx in range(len(sizes))]
-        axes[0].bar(at, [row.seconds for row in mine], 0.18, label=method)
-        axes[1].bar(at, [row.extra_bytes_max / 1e6 for row in mine], 0.18, label=method)
+        at = [idx + 0.16 * place for idx in range(len(sizes))]
+        axes[0].bar(at, [row.seconds for row in mine], 0.15, label=method)
+        axes[1].bar(at, [row.extra_bytes_max / 1e6 for row in mine], 0.15, label=method)
     for axis, label in zip(axes, ("seconds per publication", "peak extra memory of a rank, MB"), strict=True):
-        axis.set(ylabel=label, xticks=[idx + 0.3 for idx in range(len(sizes))])
+        axis.set(ylabel=label, xticks=[idx + 0.32 for idx in range(len(sizes))])
         axis.set_xticklabels([f"{size / 1e9:.2f} B parameters" for size in sizes])
         axis.grid(True, axis="y", alpha=0.3)
     axes[0].legend(fontsize="small")

@@ -30,10 +30,12 @@ from safetensors import safe_open
 
 from asyncrl.weights.engine_layout import engine_shards
 from asyncrl.weights.export import write_hf
+from asyncrl.weights.groups import host_store
 from asyncrl.weights.layout import Block, ShardLayout, hf_tensors, matrix_shape
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.routes import LinkOrder, ready_key
 from asyncrl.weights.transport import join_group
 from asyncrl.weights.wire import Deadline
 
@@ -48,19 +50,28 @@ def run_trainer(setup: Setup, pipe: Connection, rank: int) -> None:
     layouts = trainer_layouts(setup, rank // TP, rank % TP)
     tensors = {layout.name: torch.empty(layout.shape, dtype=DTYPE) for layout in layouts}
     per_engine = setup.bucket_bytes // NUM_ENGINES  # as the trainer does: they are sent to side by side
-    publisher = Publisher(rank, NUM_TRAINERS, layouts, tensors, setup.geometry, per_engine, TIMEOUT_S)
+    size = rank, NUM_TRAINERS, layouts, tensors, setup.geometry, per_engine, TIMEOUT_S
+    publisher = Publisher(*size, choose=lambda plan: "relay")
     endpoints = [endpoint(setup, engine_idx) for engine_idx in range(NUM_ENGINES)]
     for each in endpoints:
         publisher.connect(each)
+    if rank == 0:
+        order = link_order(setup, 0)
+        store = host_store(order.host, order.port, TIMEOUT_S)
+        store.wait([ready_key(order.name, idx, j) for idx in range(NUM_ENGINES) for j in range(ENGINE_TP)])
     stages = [dist.new_group([stage * TP + tp_rank for tp_rank in range(TP)]) for stage in range(PP)]
     gatherer = Gatherer(setup, rank, stages[rank // TP], layouts, tensors)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         method, version = order
         fill(layouts, tensors, version)
+        if method == "asyncrl, relay":
+            publisher.link(publisher.linkable(), 1, "relay")
+        else:
+            publisher.unlink()
         setup.barrier.wait()
         meter = Meter()
-        if method == "asyncrl":
+        if method in ("asyncrl", "asyncrl, relay"):
             stats = publisher.publish(endpoints, version)
             assert not stats.failures, stats.failures
             meter.bytes_sent = stats.bytes_sent
@@ -88,6 +99,7 @@ def run_engine(setup: Setup, pipe: Connection, engine_idx: int, tp_rank: int) ->
     group = join_group(endpoint(setup, engine_idx), NUM_TRAINERS + tp_rank, NUM_TRAINERS, "gloo", TIMEOUT_S)
     receiver = Receiver(tensors, group, range(NUM_TRAINERS), all_agree)
     receiver.connect(TIMEOUT_S)
+    receiver.link(link_order(setup, engine_idx), tp_rank)
     place = 1 + engine_idx * ENGINE_TP + tp_rank
     stages = [join_group(broadcast_point(setup, s), place, 1, "gloo", TIMEOUT_S) for s in range(PP)]
     pipe.send("ready")
@@ -95,7 +107,7 @@ def run_engine(setup: Setup, pipe: Connection, engine_idx: int, tp_rank: int) ->
         method, version = order
         setup.barrier.wait()
         meter = Meter()
-        if method == "asyncrl":
+        if method in ("asyncrl", "asyncrl, relay"):
             receiver.receive(version, receiver._plan_hash, TIMEOUT_S)
             meter.bytes_received = sum(bucket.num_bytes for bucket in receiver._buckets)
         elif method == "asyncrl, staged":
@@ -269,6 +281,11 @@ def start_default_group(port: int, rank: int, size: int) -> None:
 def endpoint(setup: Setup, engine_idx: int) -> EngineEndpoint:
     port = setup.ports[1 + NUM_ENGINES + engine_idx]
     return EngineEndpoint(f"engine{engine_idx}", ENGINE_TP, f"weights{engine_idx}", "127.0.0.1", port)
+
+
+def link_order(setup: Setup, engine_idx: int) -> LinkOrder:
+    where = "link", "127.0.0.1", setup.ports[-1]
+    return LinkOrder(1, "relay", *where, engine_idx, NUM_ENGINES, "gloo", TIMEOUT_S)
 
 
 def broadcast_point(setup: Setup, stage: int) -> EngineEndpoint:

@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every process is born with; ``ports``: trainer, engines, weight groups, stages' broadcasts."""
+    """What every process is born with; ``ports``: trainer, engines, weight groups, broadcasts, link."""
 
     geometry: ModelGeometry
     bucket_bytes: int
@@ -101,7 +101,7 @@ class World:
         context = multiprocessing.get_context("fork")
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-bench-")
         barrier = context.Barrier(NUM_TRAINERS + NUM_ENGINE_RANKS, timeout=TIMEOUT_S)
-        ports = _free_ports(1 + 2 * NUM_ENGINES + PP)
+        ports = _free_ports(2 + 2 * NUM_ENGINES + PP)
         setup = Setup(geometry, bucket_bytes, ports, barrier, Path(self._directory.name))
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []

@@ -24,7 +24,6 @@ from asyncrl.weights.groups import host_store
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.routes import Linked, ready_key
 
-
 log = logging.getLogger(__name__)
 
 

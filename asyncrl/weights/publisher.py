@@ -153,6 +153,10 @@ class Publisher:
         sender = BucketSender(plan, self._handshake.rank, targets, self._tensors, linked_by)
         self._linked = _Linked(tuple(engines), sender)
 
+    def unlink(self) -> None:
+        """Send to every engine by itself from now on."""
+        self._linked = None
+
     @property
     def linked(self) -> tuple[str, ...]:
         """The engines that pass buckets on to each other."""
@@ -266,7 +270,7 @@ class Publisher:
         """Leave an engine's group; does nothing for an engine that failed and was left before."""
         connection = self._connections.pop(engine, None)
         if engine in self.linked:
-            self._linked = None
+            self.unlink()
         if connection is not None:
             dist.destroy_process_group(connection.meeting.group)
 
