@@ -126,8 +126,9 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0  # of sampling, and of every logprob in the loss
     max_staleness: NonNegative = 1  # versions between a sample's oldest token and the trainer
     # running samples at a publication: abort ends them with what they have, to go on from there; retract
-    # keeps them in the engine; drain lets them end first; in_place is refused, for SGLang would go on with
-    # keys and values of the old weights
+    # keeps them in the engine, to compute their keys and values anew; drain lets them end first; in_place
+    # keeps them with the keys and values of the old weights, which costs nothing and needs a correction and
+    # engine.extra_args = ["--disable-radix-cache"]
     interrupt: Literal["abort", "retract", "in_place", "drain"] = "abort"
     request_timeout_s: PositiveFloat = 300.0  # longest wait for one answer of an engine
     seed: int = 0

@@ -27,15 +27,27 @@ def batch_problems(config: Config) -> list[str]:
     return problems
 
 
+def _in_place_problems(config: Config) -> list[str]:
+    """Of requests that go on with keys and values of old weights."""
+    problems = []
+    if "--disable-radix-cache" not in config.engine.extra_args:
+        problems.append(
+            'rollout.interrupt = "in_place" keeps keys and values of old weights, which the prefix cache'
+            ' would hand on without end; add "--disable-radix-cache" to engine.extra_args, or use "retract"'
+        )
+    if config.algorithm.correction == "none":
+        problems.append(
+            'rollout.interrupt = "in_place" samples from a mixture of versions, which algorithm.correction ='
+            ' "none" does not correct; use "truncated_is", or interrupt = "retract"'
+        )
+    return problems
+
+
 def soundness_problems(config: Config) -> list[str]:
     """Combinations that would train on wrong numbers; one line each."""
     problems = []
     if config.rollout.interrupt == "in_place":
-        problems.append(
-            'rollout.interrupt = "in_place" cannot be honoured: SGLang goes on with the keys and values that'
-            " the old weights computed and refuses to flush them, so that no version attests to the tokens;"
-            ' use "retract", which also keeps the samples in the engine'
-        )
+        problems += _in_place_problems(config)
     if config.rollout.max_staleness > 0 and config.algorithm.correction == "none":
         problems.append(
             f"rollout.max_staleness = {config.rollout.max_staleness} trains on stale samples, which"

@@ -38,7 +38,7 @@ from asyncrl.control.protocol import Refused
 from asyncrl.control.publishing import Publishing
 from asyncrl.control.roster import EngineFactory, Roster
 from asyncrl.control.staging import Staging
-from asyncrl.engines.base import EngineError
+from asyncrl.engines.base import EngineError, Interrupt
 
 DRAIN_POLL_S = 1.0
 
@@ -50,7 +50,7 @@ class Coordinator:
         self,
         *,
         make_engine: EngineFactory,
-        interrupt: str,
+        interrupt: Interrupt,
         timeout_s: float,
         probe_prompts: tuple[tuple[int, ...], ...] = (),
     ) -> None:

@@ -30,7 +30,7 @@ from asyncrl.control.messages import (
 )
 from asyncrl.control.protocol import Fleet, Flight
 from asyncrl.control.roster import MARGIN_S, Roster, Seat, outcome
-from asyncrl.engines.base import EngineError, PauseMode, WeightAction
+from asyncrl.engines.base import EngineError, Interrupt, PauseMode, WeightAction
 from asyncrl.types import PolicyVersion
 
 
@@ -38,7 +38,7 @@ class Publishing:
     """The flights of a run. Not thread-safe: one event loop owns it.
 
     Args:
-        pause: "abort", "retract" or "drain" (``rollout.interrupt``).
+        pause: ``rollout.interrupt``.
         timeout_s: deadline of pausing, of one transfer, of resuming.
         probe_prompts: token ids whose logprobs are part of every result, if any.
         drain: returns when no sample is running; raises EngineError after its deadline.
@@ -48,14 +48,14 @@ class Publishing:
         self,
         roster: Roster,
         *,
-        pause: str,
+        pause: Interrupt,
         timeout_s: float,
         probe_prompts: tuple[tuple[int, ...], ...],
         drain: Callable[[], Awaitable[None]],
     ) -> None:
         self._roster = roster
         self._drain = drain if pause == "drain" else None
-        self._pause_mode: PauseMode = "abort" if pause == "abort" else "retract"
+        self._pause_mode: PauseMode = "retract" if pause == "drain" else pause
         self._timeout_s = timeout_s
         self._probe_prompts = probe_prompts
         self._overdue: asyncio.TimerHandle | None = None

@@ -9,7 +9,8 @@ Invariants that every implementation keeps:
 * the policy version of a token is the one that the engine attests for it, never the caller's clock;
 * an interruption (abort, pause in mode "abort") ends a running `generate` normally, with every token
   sampled so far and finish "interrupted"; sending the prompt and those tokens again goes on from there;
-* tokens sampled after new weights never read keys and values that the old weights computed;
+* tokens sampled after new weights never read keys and values that the old weights computed, except those of a
+  request that was paused in place: its logprobs are of what sampled it, which is no version by itself;
 * `version()` changes only when every rank holds and has verified the whole new version;
 * an engine that dies hands back the tokens that had left it, as an interruption;
 * a request that cannot be served, a dead engine and a missed deadline are `EngineError`s whose one line
@@ -30,9 +31,13 @@ INTERRUPTED: Final = "interrupted"
 Finish = FinishReason | Literal["interrupted"]
 """Why a generation ended; "interrupted" means that it can go on from its tokens."""
 
-PauseMode = Literal["abort", "retract"]
+PauseMode = Literal["abort", "retract", "in_place"]
 """What a pause does to running requests: "abort" ends them as interrupted; "retract" keeps them in the
-engine, to be prefilled again and to go on under whatever weights are there after `resume`."""
+engine, to be prefilled again and to go on under whatever weights are there after `resume`; "in_place" keeps
+them with their keys and values."""
+
+Interrupt = Literal[PauseMode, "drain"]
+"""What a publication does to running requests: a pause, or a pause once they have ended."""
 
 WeightAction = Literal["connect", "publish", "take"]
 """A step of the weight receiver: "connect" agrees on the transfer plan, "publish" moves one version, "take"
@@ -191,7 +196,8 @@ class Engine(Protocol):
     ) -> None:
         """Take part in a transfer; the engine must be paused for "publish" and "take".
 
-        After these two the engine serves ``version`` and holds no keys and values of older weights.
+        After these two the engine serves ``version`` and holds no keys and values of older weights but those
+        of requests that were paused in place.
 
         Raises:
             EngineError: a rank could not receive or verify; the version is unchanged, the weights may be

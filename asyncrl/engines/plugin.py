@@ -196,11 +196,15 @@ def _bring(order: Order, receiver: Any, model: torch.nn.Module) -> None:
     """One version into the live parameters, and into what the model derives from them, in place."""
     from sglang.srt.model_loader.loader import post_load_weights
 
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # an engine that was paused in place may still compute its last step
     if order.action == "take":
         receiver.take(order.version, order.timeout_s)
     else:
         receiver.receive(order.version, order.plan_hash, order.timeout_s)
     post_load_weights(model)  # latent attention: w_kc and w_vc, which are no parameters
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the next step is computed on another stream
 
 
 def _connect(

@@ -65,6 +65,7 @@ class SGLangEngine:
         self._control_timeout_s = control_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._graces: dict[str, asyncio.Timeout] = {}
+        self._in_place = False  # how the engine was paused last
         self._seeded: bool | None = None  # whether the server samples from seeds; None: not asked yet
 
     @property
@@ -101,7 +102,8 @@ class SGLangEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         # SGLang's own mode "abort" polls once a second for the last request to end.
-        await self._post("/pause_generation", {"mode": "retract"})
+        self._in_place = mode == "in_place"
+        await self._post("/pause_generation", {"mode": "in_place" if self._in_place else "retract"})
         if mode == "abort":
             await self.abort_all()
 
@@ -133,7 +135,8 @@ class SGLangEngine:
             "shapes": [],
             "group_name": group_name,
             "load_format": LOAD_FORMAT,
-            "flush_cache": publish,
+            # SGLang cannot flush beside running requests, and would refuse though the weights did change.
+            "flush_cache": publish and not self._in_place,
             "weight_version": str(version) if publish else None,
         }
         async with self._weight_update():

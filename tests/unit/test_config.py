@@ -123,10 +123,13 @@ def test_the_documentation_is_current() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_a_pause_that_the_engine_cannot_honour_is_refused_with_the_reason() -> None:
+def test_a_pause_in_place_is_refused_where_old_keys_and_values_would_spread() -> None:
     for mode in ("abort", "retract", "drain"):
         assert with_settings(rollout={"interrupt": mode}).rollout.interrupt == mode
-    with pytest.raises(
-        ConfigError, match=r'"in_place" cannot be honoured: .*keys and values.* use "retract"'
-    ):
-        with_settings(rollout={"interrupt": "in_place"})
+    in_place, uncached = {"interrupt": "in_place"}, {"extra_args": ["--disable-radix-cache"]}
+    assert with_settings(rollout=in_place, engine=uncached).rollout.interrupt == "in_place"
+    with pytest.raises(ConfigError, match=r'prefix cache.*add "--disable-radix-cache" to engine.extra_args'):
+        with_settings(rollout=in_place)
+    with pytest.raises(ConfigError, match=r'mixture of versions.* use "truncated_is"'):
+        algorithm = {"correction": "none"}
+        with_settings(rollout={**in_place, "max_staleness": 0}, engine=uncached, algorithm=algorithm)
