@@ -36,6 +36,8 @@ MODEL_DESCRIPTION = ("asyncrl.weights.geometry", "asyncrl.weights.megatron_layou
 
 RECEIVER = (
     "asyncrl.weights.groups",
+    "asyncrl.weights.peer_shard",
+    "asyncrl.weights.peers",
     "asyncrl.weights.receiver",
     "asyncrl.weights.second_copy",
     "asyncrl.weights.wire",
