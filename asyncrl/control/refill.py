@@ -147,7 +147,7 @@ class Refills:
             return reason
         self._roster.fleet = protocol.begin_transfer(self._roster.fleet, flight.version, flight.epoch)
         timeout_s = min(self._timeout_s, max(0.0, until - loop.time()))
-        target.work = asyncio.ensure_future(
+        target.taking = asyncio.ensure_future(
             target.engine.take_weights(group, address, flight.version, timeout_s)
         )
         await self._roster.changed()
@@ -158,9 +158,9 @@ class Refills:
         """Wait for the target's ranks to verify."""
         name, version = target.info.name, flight.version
         what = f"{name} did not take version {version} from {source.info.name}"
-        assert target.work is not None, "it takes the version"
-        reason = await outcome(target.work, timeout_s + MARGIN_S, what)
-        target.work = None
+        assert target.taking is not None, "it takes the version"
+        reason = await outcome(target.taking, timeout_s + MARGIN_S, what)
+        target.taking = None
         still_gives = not reason or await self._still_gives(source, version)
         if not self._steps.waits_for(flight, target):
             return

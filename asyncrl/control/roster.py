@@ -34,15 +34,17 @@ class Seat:
     info: EngineInfo
     engine: Engine
     group: str = ""  # the weight group that it is in
-    work: asyncio.Task[None] | None = None  # joining or receiving
+    work: asyncio.Task[None] | None = None  # joining, or receiving from the trainer
+    taking: asyncio.Task[None] | None = None  # from another engine
     paused_at: float | None = None
     served: bool = False  # when the flight under way was prepared
     checksums: tuple[dict[str, str], ...] = field(default_factory=tuple)
 
     def cancel(self) -> None:
-        if self.work is not None:
-            self.work.cancel()
-            self.work = None
+        for task in (self.work, self.taking):
+            if task is not None:
+                task.cancel()
+        self.work = self.taking = None
 
 
 class Roster:
