@@ -12,14 +12,15 @@ where the trainer is meeting the engine already, and for the last attempt before
 trainer may reach what a replica cannot. A staged version has to land first, on the engines that staged it.
 
 A refill ends within `NUM_TIMEOUTS` deadlines, then a resume; its failure counts against the target, if the
-source still attests the version. A source that does not give it is not asked again for this version.
+source still attests the version. A source that does not give it is not asked again for this version; what
+comes from one that is put out meanwhile is not served.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.control import protocol
@@ -131,14 +132,14 @@ class Refills:
         # Paused anew, whatever is known: it may have been put out a moment ago.
         if not await steps.pause(flight, target):
             return ""
-        await outcome(asyncio.ensure_future(leave_group(target)), self._timeout_s, "")
+        await outcome(asyncio.ensure_future(leave_group(target)), self._timeout_s / 2, "")
         self._num_refills += 1
         self._given[source.info.name] += 1
         group = f"refill-{target.info.name}-{target.info.incarnation}-{self._num_refills}"
-        timeout_s = min(self._timeout_s, max(0.0, until - loop.time()))
+        left_s = until - loop.time()
         address, reason = await self._ask(
-            source.engine.give_weights(group, flight.version, timeout_s),
-            timeout_s,
+            source.engine.give_weights(group, flight.version, left_s),
+            left_s / 2,
             f"{source.info.name} did not offer version {flight.version} to {target.info.name}",
         )
         if reason:
@@ -146,7 +147,7 @@ class Refills:
         if reason or not steps.waits_for(flight, target):
             return reason
         self._roster.fleet = protocol.begin_transfer(self._roster.fleet, flight.version, flight.epoch)
-        timeout_s = min(self._timeout_s, max(0.0, until - loop.time()))
+        timeout_s = min(self._timeout_s, until - loop.time())
         target.taking = asyncio.ensure_future(
             target.engine.take_weights(group, address, flight.version, timeout_s)
         )
@@ -161,11 +162,12 @@ class Refills:
         assert target.taking is not None, "it takes the version"
         reason = await outcome(target.taking, timeout_s + MARGIN_S, what)
         target.taking = None
-        still_gives = not reason or await self._still_gives(source, version)
+        counts = bool(reason) and await self._still_gives(source, version)
+        reason = reason or self._distrust(source)
         if not self._steps.waits_for(flight, target):
             return
         if reason:
-            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason, counts=still_gives)
+            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason, counts=counts)
         else:
             self._roster.fleet = protocol.verified(self._roster.fleet, version, flight.epoch, name)
         await self._roster.changed()
@@ -180,7 +182,16 @@ class Refills:
             self._set_aside(source, version)
         return attested == version and self._serves(source)
 
-    async def _ask(self, question: Any, timeout_s: float, failure: str) -> tuple[Any, str]:
+    def _distrust(self, source: Seat) -> str:
+        """Why a version that has arrived whole must not be served; a source that died has given it."""
+        member = self._roster.fleet.members[source.info.name]
+        if self._roster.seat(source.info.name) is not source or member.status is EngineStatus.LOST:
+            return ""
+        return "" if self._serves(source) else f"{member.name}, which gave it, was put out: {member.reason}"
+
+    async def _ask(
+        self, question: Coroutine[Any, Any, Any], timeout_s: float, failure: str
+    ) -> tuple[Any, str]:
         """An engine's answer, or why there is none."""
         answers = []
 

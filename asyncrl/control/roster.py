@@ -134,11 +134,11 @@ class Roster:
         if not self.holds(seat) or seat.work is not work:
             return f"{member.name} was lost while it joined: {self.fleet.member(member.name).reason}"
         seat.work = None
-        reason = report.failure or reason
+        reason = report.failure or reason or ("" if report.plan else "the trainer named no plan")
         if reason and self.fleet.member(member.name).status is EngineStatus.SERVING:
             await put_out(member.name, reason)
         elif reason or report.plan is None:
-            self.fleet = protocol.failed(self.fleet, member.name, reason or "the trainer named no plan")
+            self.fleet = protocol.failed(self.fleet, member.name, reason)
         else:
             self.fleet = protocol.joined(self.fleet, member.name, report.plan)
         await self.changed()

@@ -212,6 +212,20 @@ async def test_a_source_that_dies_in_the_transfer_is_replaced(is_reported: bool)
     assert fleet.coordinator._roster.fleet.members["engine-2"].num_failures == 0
 
 
+async def test_what_comes_from_a_source_that_is_put_out_is_not_served() -> None:
+    fleet = await published(2)
+    engine = fleet.replace("engine-1")
+    gate = Gate(engine, "take_weights")
+    await fleet.register("engine-1", 1)
+    await gate.entered.wait()
+    await fleet.coordinator.quarantine(EngineFailed(name="engine-0", reason="rank 1 could not send"))
+    gate.go.set()
+    await until(lambda: fleet.status("engine-1") is QUARANTINED)
+    member = fleet.coordinator._roster.fleet.members["engine-1"]
+    assert member.reason == "engine-0, which gave it, was put out: rank 1 could not send"
+    assert member.num_failures == 0 and not await engine.ready()
+
+
 async def test_the_last_source_gone_leaves_the_engine_to_the_trainer() -> None:
     fleet = await published(2)
     engine = fleet.replace("engine-1")
