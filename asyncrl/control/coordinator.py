@@ -2,7 +2,7 @@
 
 It holds no sample and no weight; what it knows is one immutable `RunState`, replaced under a condition so
 that everybody can wait for a change. What it knows of engines is the pure fleet of
-`asyncrl.control.protocol`, which `Roster` and `Publishing` move; the state shows it.
+`asyncrl.control.protocol`, which `Roster`, `Publishing` and `Refills` move; the state shows it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from asyncrl.control.messages import (
 )
 from asyncrl.control.protocol import Refused
 from asyncrl.control.publishing import Publishing
+from asyncrl.control.refill import Refills
 from asyncrl.control.roster import EngineFactory, Roster
 from asyncrl.control.staging import Staging
+from asyncrl.control.steps import Steps
 from asyncrl.engines.base import EngineError, Interrupt
 
 DRAIN_POLL_S = 1.0
@@ -58,14 +60,18 @@ class Coordinator:
         self._state = RunState()
         self._changed = asyncio.Condition()
         self._roster = Roster(make_engine, timeout_s, self._show_fleet)
+        self._steps = Steps(self._roster, "retract" if interrupt == "drain" else interrupt, timeout_s)
         self._publishing = Publishing(
             self._roster,
-            pause=interrupt,
+            self._steps,
             timeout_s=timeout_s,
             probe_prompts=probe_prompts,  # logprobs of these are part of every result, if any
-            drain=self._drain,
+            drain=self._drain if interrupt == "drain" else None,
         )
-        self._staging = Staging(self._roster, self._publishing, timeout_s)
+        self._staging = Staging(self._roster, self._steps, self._publishing, timeout_s)
+        self._refills = Refills(
+            self._roster, self._steps, timeout_s, may_begin=lambda: not self._staging.waits_to_land
+        )
 
     @property
     def state(self) -> RunState:
@@ -92,6 +98,7 @@ class Coordinator:
             epoch=fleet.epoch,
             draining=self._state.draining and fleet.flight is not None,
         )
+        self._refills.look()
 
     # --- what the parts of the run report ---
 
@@ -135,13 +142,13 @@ class Coordinator:
         if not self._state.failure:
             await self._update(failure=reason)
 
-    # --- weight groups and publications: see `Roster` and `Publishing` ---
+    # --- weight groups and publications: see `Roster`, `Publishing`, `Staging` ---
 
     async def join_weight_group(self, order: JoinOrder) -> None:
         await self._roster.join(order)
 
     async def joined(self, report: Joined) -> str:
-        return await self._roster.joined(report)
+        return await self._roster.joined(report, self._steps.put_out)
 
     async def link(self, order: LinkOrder) -> dict[str, str]:
         return await self._roster.link(order)
@@ -156,7 +163,10 @@ class Coordinator:
         return await self._staging.stage(order)
 
     async def land(self, order: Landing) -> PublicationResult:
-        return await self._counted(self._staging.land(order))
+        try:
+            return await self._counted(self._staging.land(order))
+        finally:
+            self._refills.look()
 
     async def quarantine(self, report: EngineFailed) -> None:
         await self._staging.quarantine(report)
@@ -188,5 +198,6 @@ class Coordinator:
             await self.wait_for_change(self._state.revision, DRAIN_POLL_S)
 
     async def close(self) -> None:
+        self._refills.close()
         self._publishing.close()
         await self._roster.close()

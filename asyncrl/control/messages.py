@@ -46,6 +46,7 @@ class EngineInfo(Message):
     incarnation: int = 0  # how often the engine was started before
     status: EngineStatus = EngineStatus.JOINING
     policy_version: int = -1  # that its weights are known to hold whole
+    joined: bool = False  # in a weight group with the trainer, and agreed on a plan
     reason: str = ""  # why it is quarantined or lost
 
 

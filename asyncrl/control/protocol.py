@@ -7,12 +7,19 @@
                                               |                    '---------- prepare ------------'
     any --lost--> LOST                        '-- failed again and again --> LOST
 
+    JOINING, without a plan, or QUARANTINED --prepare_refill--> PREPARED --commit--> SERVING(v), no plan
+                                                SERVING(v), no plan --rejoin, joined--> SERVING(v)
+
 A flight brings one version to named engines: prepare -> begin_transfer -> verified | failed, each -> commit.
 A *publication* brings the next version to every engine that serves, and to those that have joined; a
-*catch-up* brings the committed version alone to engines that do not serve. A flight is named by its version
-and by the membership epoch under which it was prepared; every registration, joining, failure, loss and end of
-a flight begins a new epoch, so that a trainer that has not seen the newest membership is refused, and no two
-flights have the same name.
+*catch-up* brings the committed version alone to engines that do not serve, from the trainer; a *refill*
+brings it to one engine that has not joined, from another one that serves it and goes on serving. An engine
+that was refilled serves without a plan: rejoin and joined give it one while it serves, and until then no
+publication can be prepared, for it would leave that engine out.
+
+A flight is named by its version and by the membership epoch under which it was prepared; every registration,
+joining, failure, loss and end of a flight begins a new epoch, so that a trainer that has not seen the newest
+membership is refused, and no two flights have the same name.
 
 Invariants, in every state (`violations` lists those that are broken):
 
@@ -24,7 +31,8 @@ Invariants, in every state (`violations` lists those that are broken):
    the committed version, and after the commit nobody serves the one before: the bounded staleness holds;
 4. a flight that is aborted before its transfer leaves every engine serving what it served; one that ends
    later leaves those serving that verified, and all that took no part;
-5. at most one flight is under way.
+5. at most one flight is under way, so that the source of a refill, which serves the committed version when
+   the refill begins, holds it until the refill ends, if it does not drop out.
 
 Every refusal is a `Refused` whose one line names both sides; the fleet is as it was.
 """
@@ -69,6 +77,7 @@ class Flight:
     waiting: frozenset[str] = frozenset()
     verified: frozenset[str] = frozenset()
     failed: Mapping[str, str] = field(default_factory=dict)  # reasons
+    source: str = ""  # of a refill: the engine from which the version comes
 
     def __str__(self) -> str:
         return f"version {self.version} (epoch {self.epoch})"
@@ -106,11 +115,14 @@ def register(fleet: Fleet, name: str, incarnation: int) -> Fleet:
 
 
 def rejoin(fleet: Fleet, name: str) -> Fleet:
-    """An engine is about to meet the trainer in a new weight group."""
+    """An engine is about to meet the trainer in a new weight group; one that was refilled serves on."""
     member = fleet.member(name)
+    if member.status is EngineStatus.SERVING and member.plan is None:
+        return fleet
     if member.status not in (EngineStatus.JOINING, EngineStatus.QUARANTINED):
         raise Refused(
-            f"{name} is {member.status} and cannot join a weight group; a quarantined or new one can"
+            f"{name} is {member.status} and cannot join a weight group; one that is new, quarantined or was"
+            " refilled can"
         )
     return fleet._with(replace(member, status=EngineStatus.JOINING, version=-1, plan=None))
 
@@ -118,17 +130,21 @@ def rejoin(fleet: Fleet, name: str) -> Fleet:
 def joined(fleet: Fleet, name: str, plan: Plan) -> Fleet:
     """Trainer and engine have agreed on a plan."""
     member = fleet.member(name)
-    if member.status is not EngineStatus.JOINING or member.plan is not None:
+    joining = member.status in (EngineStatus.JOINING, EngineStatus.SERVING)
+    if not joining or member.plan is not None:
         raise Refused(f"{name} is {member.status} and was not joining a weight group")
     return replace(fleet._with(replace(member, plan=plan)), epoch=fleet.epoch + 1)
 
 
-def failed(fleet: Fleet, name: str, reason: str) -> Fleet:
-    """An engine could not join, pause, receive or verify; its weights may be partly new."""
+def failed(fleet: Fleet, name: str, reason: str, *, counts: bool = True) -> Fleet:
+    """An engine could not join, pause, receive or verify; its weights may be partly new.
+
+    It does not count where another engine, from which it was to be refilled, is the cause.
+    """
     member = fleet.member(name)
     if member.status is EngineStatus.LOST:
         raise Refused(f"{name} is lost already ({member.reason}), then failed: {reason}")
-    num_failures = member.num_failures + 1
+    num_failures = member.num_failures + counts
     gone = num_failures > MAX_FAILURES
     out = replace(
         member,
@@ -173,6 +189,23 @@ def prepare(fleet: Fleet, version: PolicyVersion, epoch: int, plans: Mapping[str
         raise Refused(refusal)
     members = [replace(fleet.members[name], status=EngineStatus.PREPARED) for name in plans]
     return replace(fleet._with(*members), flight=Flight(version, epoch, waiting=frozenset(plans)))
+
+
+def prepare_refill(fleet: Fleet, name: str, source: str) -> Fleet:
+    """Begin to bring the committed version to one engine from another, which goes on serving it."""
+    member, giver = fleet.member(name), fleet.member(source)
+    flight = Flight(fleet.committed, fleet.epoch, waiting=frozenset({name}), source=source)
+    what = f"a refill of {name} from {source} with {flight}"
+    if fleet.flight is not None:
+        raise Refused(f"{what} cannot be prepared while {fleet.flight} is in flight")
+    if fleet.committed < 0:
+        raise Refused(f"{what} cannot be prepared before a version is published")
+    if member.status not in (EngineStatus.JOINING, EngineStatus.QUARANTINED) or member.plan is not None:
+        joined = "has a plan, so the trainer brings it the version" if member.plan else "needs no version"
+        raise Refused(f"{what} is not for {name}, which is {member.status} and {joined}")
+    if giver.status is not EngineStatus.SERVING:
+        raise Refused(f"{what} cannot come from {source}, which is {giver.status}: {giver.reason}")
+    return replace(fleet._with(replace(member, status=EngineStatus.PREPARED)), flight=flight)
 
 
 def _refusals(fleet: Fleet, version: PolicyVersion, epoch: int, plans: Mapping[str, Plan]) -> Iterator[str]:
@@ -228,7 +261,13 @@ def commit(fleet: Fleet, version: PolicyVersion, epoch: int) -> Fleet:
         waiting = ", ".join(sorted(flight.waiting))
         raise Refused(f"COMMIT of {flight} came before {waiting or 'its transfer'} was through")
     serving = [
-        replace(fleet.members[name], status=EngineStatus.SERVING, num_failures=0, reason="")
+        replace(
+            fleet.members[name],
+            status=EngineStatus.SERVING,
+            # The trainer has yet to reach an engine that was refilled; one that it never can is to be lost.
+            num_failures=fleet.members[name].num_failures if flight.source else 0,
+            reason="",
+        )
         for name in flight.verified
     ]
     committed = version if flight.verified else fleet.committed
@@ -246,7 +285,8 @@ def abort(fleet: Fleet, version: PolicyVersion, epoch: int, reason: str) -> Flee
     for name in flight.waiting:
         member = fleet.members[name]
         holds = member.version == fleet.committed and member.version >= 0
-        back.append(replace(member, status=EngineStatus.SERVING if holds else EngineStatus.JOINING))
+        status, why = (EngineStatus.SERVING, "") if holds else (EngineStatus.JOINING, reason)
+        back.append(replace(member, status=status, reason=why))
     return replace(fleet._with(*back), epoch=fleet.epoch + 1, flight=None)
 
 
@@ -279,6 +319,10 @@ def violations(fleet: Fleet) -> list[str]:
             found.append(f"{member.name} is {member.status}, in flight: {sorted(taking_part)}")
         if member.status in (EngineStatus.QUARANTINED, EngineStatus.LOST) and member.version >= 0:
             found.append(f"{member.name} is {member.status} and still vouches for {member.version}")
+    if flight and flight.source:
+        giver = fleet.members[flight.source]
+        if giver.status is EngineStatus.PREPARED or flight.version != fleet.committed:
+            found.append(f"{flight} is a refill from {giver.name}, which is {giver.status}")
     if flight and flight.version not in (fleet.committed, fleet.committed + 1) and fleet.committed >= 0:
         found.append(f"{flight} is in flight after version {fleet.committed}")
     return found

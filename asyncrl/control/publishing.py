@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from asyncrl.control import protocol
 from asyncrl.control.messages import (
@@ -29,8 +28,9 @@ from asyncrl.control.messages import (
     PublicationResult,
 )
 from asyncrl.control.protocol import Fleet, Flight
-from asyncrl.control.roster import MARGIN_S, Roster, Seat, outcome
-from asyncrl.engines.base import EngineError, Interrupt, PauseMode, WeightAction
+from asyncrl.control.roster import MARGIN_S, Roster, Seat
+from asyncrl.control.steps import Steps
+from asyncrl.engines.base import EngineError, WeightAction
 from asyncrl.types import PolicyVersion
 
 
@@ -38,38 +38,40 @@ class Publishing:
     """The flights of a run. Not thread-safe: one event loop owns it.
 
     Args:
-        pause: ``rollout.interrupt``.
+        steps: what it asks of engines, and whose turn it is.
         timeout_s: deadline of pausing, of one transfer, of resuming.
         probe_prompts: token ids whose logprobs are part of every result, if any.
-        drain: returns when no sample is running; raises EngineError after its deadline.
+        drain: returns when no sample is running; raises EngineError after its deadline. None: samples need
+            not end before a pause.
     """
 
     def __init__(
         self,
         roster: Roster,
+        steps: Steps,
         *,
-        pause: Interrupt,
         timeout_s: float,
         probe_prompts: tuple[tuple[int, ...], ...],
-        drain: Callable[[], Awaitable[None]],
+        drain: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self._roster = roster
-        self._drain = drain if pause == "drain" else None
-        self._pause_mode: PauseMode = "retract" if pause == "drain" else pause
+        self._steps = steps
+        self._drain = drain
         self._timeout_s = timeout_s
         self._probe_prompts = probe_prompts
         self._overdue: asyncio.TimerHandle | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self._settling = asyncio.Lock()  # the next flight waits until the last one's engines run
 
     async def prepare(self, publication: Publication) -> tuple[str, ...]:
         """Take the engines out of service and pause them; returns those that are ready to receive.
+
+        It waits for the end of a refill that is under way, which has a deadline.
 
         Raises:
             Refused: see `protocol.prepare`.
             EngineError: the samples did not drain in time; the engines serve as before.
         """
-        async with self._settling:
+        async with self._steps.trainers_turn():
             before = self._roster.fleet
             plans = publication.plans
             self._roster.fleet = protocol.prepare(before, publication.version, publication.epoch, plans)
@@ -95,11 +97,8 @@ class Publishing:
 
     async def _pause(self, flight: Flight, name: str) -> None:
         seat = self._roster.seat(name)
-        if seat.paused_at is not None or not self._waits_for(flight, seat):
-            return
-        seat.paused_at = asyncio.get_running_loop().time()
-        if not await self._step(flight, seat, seat.engine.pause(self._pause_mode), self._timeout_s, "pause"):
-            seat.paused_at = None
+        if seat.paused_at is None and self._steps.waits_for(flight, seat):
+            await self._steps.pause(flight, seat)
 
     async def transfer(self, order: FlightName) -> None:
         """Let the paused engines receive; the trainer's ranks send from now on."""
@@ -122,10 +121,10 @@ class Publishing:
             action, seat.group, flight.version, plan.plan_hash, self._timeout_s
         )
         what = f"verify version {flight.version}"
-        ok = await self._step(flight, seat, receiving, self._timeout_s + MARGIN_S, what)
+        ok = await self._steps.step(flight, seat, receiving, self._timeout_s + MARGIN_S, what)
         if ok and self._probe_prompts:
             checksums = self._take_checksums(seat)
-            ok = await self._step(flight, seat, checksums, self._timeout_s, "give checksums")
+            ok = await self._steps.step(flight, seat, checksums, self._timeout_s, "give checksums")
         if ok:
             self._roster.fleet = protocol.verified(
                 self._roster.fleet, flight.version, flight.epoch, seat.info.name
@@ -133,19 +132,6 @@ class Publishing:
 
     async def _take_checksums(self, seat: Seat) -> None:
         seat.checksums = tuple(await seat.engine.checksums())
-
-    async def _step(
-        self, flight: Flight, seat: Seat, work: Coroutine[Any, Any, None], timeout_s: float, what: str
-    ) -> bool:
-        """One engine's step in a flight; returns whether it is still in it. One that fails leaves it."""
-        name = seat.info.name
-        reason = await outcome(asyncio.ensure_future(work), timeout_s, f"{name} did not {what}")
-        if not self._waits_for(flight, seat):
-            return False
-        if reason:
-            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason)
-            await self._roster.changed()
-        return not reason
 
     async def commit(self, order: CommitOrder) -> PublicationResult:
         """Wait for every receive; engines that verified serve, the others are quarantined.
@@ -162,7 +148,7 @@ class Publishing:
         flight = self._in_flight("COMMIT", order)
         for name in sorted(flight.verified & order.failures.keys()):  # has no sender any more
             self._roster.fleet = protocol.failed(self._roster.fleet, name, order.failures[name])
-        async with self._settling:
+        async with self._steps.settling:
             flight = self._in_flight("COMMIT", order)
             self._roster.fleet = protocol.commit(self._roster.fleet, order.version, order.epoch)
             self._flight_is_over()
@@ -171,7 +157,7 @@ class Publishing:
     async def _serve(self, flight: Flight) -> PublicationResult:
         """Resume those that verified; the rollouter learns of them when they run."""
         seats = [self._roster.seat(name) for name in sorted(flight.verified)]
-        paused_s = dict(await asyncio.gather(*(self._resume(seat) for seat in seats)))
+        paused_s = dict(await asyncio.gather(*(self._steps.resume(seat) for seat in seats)))
         verification = {s.info.name: v for s in seats if (v := await self._probe(s)) is not None}
         serving = [seat for seat in seats if self._roster.holds(seat)]
         await self._roster.changed()
@@ -186,16 +172,6 @@ class Publishing:
             verification=verification,
         )
 
-    async def _resume(self, seat: Seat) -> tuple[str, float]:
-        """Returns name and seconds of the pause; an engine that cannot resume is lost."""
-        work = asyncio.ensure_future(seat.engine.resume())
-        reason = await outcome(work, self._timeout_s, f"{seat.info.name} did not resume")
-        paused_at, seat.paused_at = seat.paused_at, None
-        if reason:
-            self._lose(seat, reason)
-        now = asyncio.get_running_loop().time()
-        return seat.info.name, now - (now if paused_at is None else paused_at)
-
     async def _probe(self, seat: Seat) -> EngineVerification | None:
         """Checksums, and the logprobs of the fixed prompts, for which the engine must answer."""
         if not self._probe_prompts or not self._roster.holds(seat):
@@ -203,19 +179,15 @@ class Publishing:
         try:
             logprobs = [tuple(await seat.engine.logprobs(prompt)) for prompt in self._probe_prompts]
         except EngineError as error:
-            self._lose(seat, str(error))
+            self._steps.lose(seat, str(error))
             return None
         return EngineVerification(checksums=seat.checksums, logprobs=tuple(logprobs))
-
-    def _lose(self, seat: Seat, reason: str) -> None:
-        info, fleet = seat.info, self._roster.fleet
-        self._roster.fleet = protocol.lost(fleet, info.name, info.incarnation, reason)
 
     # --- a version that engines have staged: `asyncrl.control.staging` ---
 
     async def check(self, publication: Publication) -> None:
         """Raise Refused where `prepare` would; nothing changes."""
-        async with self._settling:
+        async with self._steps.trainers_turn():
             fleet = self._roster.fleet
             protocol.prepare(fleet, publication.version, publication.epoch, publication.plans)
 
@@ -226,7 +198,7 @@ class Publishing:
             Refused: another publication is in flight, or no engine that staged it is left.
             EngineError: the version reached no engine and is not committed.
         """
-        async with self._settling:
+        async with self._steps.trainers_turn():
             before = self._roster.fleet
             plans = {name: plan for name, plan in staged.items() if before.members[name].plan == plan}
             flight = FlightName(version=version, epoch=before.epoch)
@@ -235,27 +207,9 @@ class Publishing:
         await self._transfer(flight, "take")
         return await self.commit(CommitOrder(version=flight.version, epoch=flight.epoch))
 
-    async def put_out(self, name: str, reason: str) -> None:
-        """Quarantine an engine that is in no flight, and interrupt what it samples; no other flight begins
-        meanwhile."""
-        async with self._settling:
-            seat = self._roster.seat(name)
-            if not self._roster.holds(seat):
-                return
-            self._roster.fleet = protocol.failed(self._roster.fleet, name, reason)
-            await self._roster.changed()
-            if seat.paused_at is not None:
-                return
-            seat.paused_at = asyncio.get_running_loop().time()
-            work = asyncio.ensure_future(seat.engine.pause(self._pause_mode))
-            failure = await outcome(work, self._timeout_s, f"{name} did not pause")
-            if failure and self._roster.holds(seat):
-                self._lose(seat, failure)
-                await self._roster.changed()
-
     async def abort(self, order: FlightName, reason: str) -> None:
         """End a flight without its trainer; see the protocol's invariant 4."""
-        async with self._settling:
+        async with self._steps.settling:
             await self._abort(order, reason)
 
     async def _abort(self, order: FlightName, reason: str) -> None:
@@ -268,7 +222,7 @@ class Publishing:
         serving: Iterable[Seat] = (self._roster.seat(name) for name in sorted(flight.verified))
         if not flight.transferring:
             serving = (seat for seat in waiting if seat.served and seat.paused_at is not None)
-        await asyncio.gather(*(self._resume(seat) for seat in serving))
+        await asyncio.gather(*(self._steps.resume(seat) for seat in serving))
         await self._roster.changed()
 
     def _abort_later(self, order: FlightName, limit_s: float) -> None:
@@ -284,13 +238,6 @@ class Publishing:
 
     def _in_flight(self, what: str, order: FlightName) -> Flight:
         return protocol.in_flight(self._roster.fleet, what, order.version, order.epoch)
-
-    def _waits_for(self, flight: Flight, seat: Seat) -> bool:
-        """Whether the flight is under way and this incarnation has yet to verify or fail."""
-        now = self._roster.fleet.flight
-        if now is None or (now.version, now.epoch) != (flight.version, flight.epoch):
-            return False
-        return seat.info.name in now.waiting and self._roster.holds(seat)
 
     def close(self) -> None:
         self._flight_is_over()

@@ -3,6 +3,7 @@
     EngineActor --register--> a seat: client, weight group, work in progress
     launcher    --lost------> the seat is given up, whatever the engine was doing
     trainer     --join------> leave the old weight group, join the new one, agree on a plan --> joined
+                              (an engine that was refilled serves meanwhile)
 
 A seat belongs to one incarnation of an engine, so that what is still under way for an earlier one can be told
 apart. The fleet (`asyncrl.control.protocol`) decides; it changes before anything follows from the change.
@@ -33,15 +34,17 @@ class Seat:
     info: EngineInfo
     engine: Engine
     group: str = ""  # the weight group that it is in
-    work: asyncio.Task[None] | None = None  # joining or receiving
+    work: asyncio.Task[None] | None = None  # joining, or receiving from the trainer
+    taking: asyncio.Task[None] | None = None  # from another engine
     paused_at: float | None = None
     served: bool = False  # when the flight under way was prepared
     checksums: tuple[dict[str, str], ...] = field(default_factory=tuple)
 
     def cancel(self) -> None:
-        if self.work is not None:
-            self.work.cancel()
-            self.work = None
+        for task in (self.work, self.taking):
+            if task is not None:
+                task.cancel()
+        self.work = self.taking = None
 
 
 class Roster:
@@ -60,7 +63,12 @@ class Roster:
         """All engines as the protocol sees them, by name."""
         return tuple(
             self._seats[name].info.model_copy(
-                update={"status": m.status, "policy_version": m.version, "reason": m.reason}
+                update={
+                    "status": m.status,
+                    "policy_version": m.version,
+                    "joined": m.plan is not None,
+                    "reason": m.reason,
+                }
             )
             for name, m in sorted(self.fleet.members.items())
         )
@@ -105,15 +113,16 @@ class Roster:
         await self.changed()
 
     async def _join(self, seat: Seat, group: WeightGroup) -> None:
-        if seat.group:
-            with contextlib.suppress(EngineError):  # the group is broken; what matters is the new one
-                await seat.engine.leave_weight_group(seat.group)
+        await leave_group(seat)
         seat.group = group.name
         await seat.engine.join_weight_group(group, self._timeout_s)
         await seat.engine.receive_weights("connect", group.name, 0, "", self._timeout_s)
 
-    async def joined(self, report: Joined) -> str:
-        """Wait for the engine's side; returns why it has not joined, or an empty string."""
+    async def joined(self, report: Joined, put_out: Callable[[str, str], Awaitable[None]]) -> str:
+        """Wait for the engine's side; returns why it has not joined, or an empty string.
+
+        ``put_out`` takes an engine out of service that serves without a plan and has failed to get one.
+        """
         member = self.fleet.member(report.engine)
         seat = self._seats[report.engine]
         work = seat.work
@@ -125,9 +134,11 @@ class Roster:
         if not self.holds(seat) or seat.work is not work:
             return f"{member.name} was lost while it joined: {self.fleet.member(member.name).reason}"
         seat.work = None
-        reason = report.failure or reason
-        if reason or report.plan is None:
-            self.fleet = protocol.failed(self.fleet, member.name, reason or "the trainer named no plan")
+        reason = report.failure or reason or ("" if report.plan else "the trainer named no plan")
+        if reason and self.fleet.member(member.name).status is EngineStatus.SERVING:
+            await put_out(member.name, reason)
+        elif reason or report.plan is None:
+            self.fleet = protocol.failed(self.fleet, member.name, reason)
         else:
             self.fleet = protocol.joined(self.fleet, member.name, report.plan)
         await self.changed()
@@ -159,6 +170,14 @@ class Roster:
         for seat in self:
             seat.cancel()
             await seat.engine.close()
+
+
+async def leave_group(seat: Seat) -> None:
+    """Let an engine leave its weight group, which is broken, or whose senders are gone."""
+    group, seat.group = seat.group, ""
+    if group:
+        with contextlib.suppress(EngineError):  # what matters is the next one
+            await seat.engine.leave_weight_group(group)
 
 
 async def outcome(work: asyncio.Task[None], timeout_s: float, what: str) -> str:

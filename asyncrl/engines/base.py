@@ -3,6 +3,7 @@
     rollout -- GenerateRequest --> Engine.generate --> Generation (segments, one per attested policy version)
     control -- pause / receive_weights / resume -->    (policy version + 1, or EngineError and no new version)
             -- stage_weights --> .. pause / receive_weights("take") / resume -->  the same, paused for a copy
+            -- give_weights --> one engine serves on, while another one is paused: take_weights --> the same
 
 Invariants that every implementation keeps:
 
@@ -214,6 +215,30 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine refused, or died.
+        """
+        ...
+
+    async def give_weights(self, group_name: str, version: PolicyVersion, timeout_s: float) -> str:
+        """Offer the live weights to one other engine, rank j to rank j, and go on sampling.
+
+        Returns at once the address "host:port" at which the ranks wait for the other engine's, for at most
+        ``timeout_s`` seconds; the weights must not change until then. No two offers share ``group_name``.
+
+        Raises:
+            EngineError: the engine does not attest ``version``, refused, or died.
+        """
+        ...
+
+    async def take_weights(
+        self, group_name: str, address: str, version: PolicyVersion, timeout_s: float
+    ) -> None:
+        """Take ``version`` from the engine that offered it under ``group_name``; this one must be paused.
+
+        Afterwards it serves ``version`` and holds no keys and values of older weights.
+
+        Raises:
+            EngineError: a rank could not receive or verify; the version is unchanged, the weights may be
+                partly new, and the engine must not serve until it has received a whole version.
         """
         ...
 

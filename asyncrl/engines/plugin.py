@@ -1,15 +1,15 @@
 """What asyncrl adds to SGLang, through SGLang's own plugin hooks; activated in every process of a server.
 
-    POST /update_weights_from_distributed, load_format "asyncrl"
-        -> on every tensor-parallel rank: Receiver.connect, .receive into the rank's own parameters, or .take
-        -> 200, or 400 with the reason, on all ranks alike
-    POST /init_weights_update_group, backend "asyncrl"
-        -> on every tensor-parallel rank: Receiver.stage or .link, which return at once
+    POST /update_weights_from_distributed, load_format "asyncrl": new live weights, while the engine is paused
+        -> on every tensor-parallel rank: Receiver.receive or .take, or peers.take
+    POST /init_weights_update_group, backend "asyncrl": what an engine does while it samples
+        -> on every tensor-parallel rank: Receiver.connect; Receiver.stage or .link, peers.give, which return
+           at once
+    -> 200, or 400 with the reason, on all ranks alike
 
-* The order (action, version, plan hash, deadline) travels as JSON in the request's only name; those that
-  return at once in the address of the other request, because SGLang lets no other one through while it
-  samples. No tensor passes through SGLang's loader: a rank receives the bytes of its own shard and nothing
-  else.
+* The order travels as JSON in the first request's only name; in the address of the second, which SGLang lets
+  through while it samples, and no other. No tensor passes through SGLang's loader: a rank receives the bytes
+  of its own shard and nothing else.
 * Joining a weight group has a deadline of ours; SGLang's would block the scheduler for half an hour.
 * On a CPU there is more to change: `cpu_hooks`.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,22 +50,16 @@ _receivers: dict[str, Any] = {}  # weight group -> Receiver, from "connect" on
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One step of a transfer, as `SGLangEngine.receive_weights` sends it."""
+    """One step of a transfer, as `SGLangEngine` sends it; what an action does not need is left out."""
 
     action: str
     version: int
-    plan_hash: str
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StageOrder:
-    """Receive a version beside the live weights, as `SGLangEngine.stage_weights` sends it."""
-
-    place: Any  # asyncrl.weights.second_copy.Place
-    version: int
-    plan_hash: str
-    timeout_s: float
+    plan_hash: str = ""  # connect, publish, take, stage
+    place: Any = ""  # stage: asyncrl.weights.second_copy.Place
+    host: str = ""  # give: where the other engine reaches this one
+    address: str = ""  # refill: where the ranks of the other engine wait
+    link: Any = None  # link: the fields of asyncrl.weights.routes.LinkOrder
 
 
 def activate() -> None:
@@ -110,10 +104,9 @@ def _join(
     group_name: str,
     backend: str,
 ) -> tuple[bool, str]:
-    """Remember how many ranks of a weight group are senders, those before the engine's; or carry out an order
-    that returns at once."""
+    """Remember how many ranks of a weight group are senders: those before the engine's; or obey an order."""
     if backend == LOAD_FORMAT:
-        return _begin(json.loads(master_address), group_name)
+        return _obey(Order(**json.loads(master_address)), updater, group_name)
     success, message = original(
         updater, master_address, master_port, rank_offset, world_size, group_name, backend
     )
@@ -122,29 +115,75 @@ def _join(
     return success, message
 
 
-def _begin(fields: dict[str, Any], group_name: str) -> tuple[bool, str]:
-    action = fields.pop("action")
-    if group_name not in _receivers:
-        return False, f"weight group {group_name} is not connected; send action connect first"
-    receiver = _receivers[group_name]
-    if action == "link":
-        return _link(receiver, fields)
-    order = StageOrder(**fields)
+def _obey(order: Order, updater: Any, group_name: str) -> tuple[bool, str]:
+    """Carry out an order while the engine samples; an order that fails leaves the engine as it was."""
+    actions = {"connect": _connect, "stage": _stage, "give": _give, "link": _link}
+    if order.action not in actions:
+        return False, f"no action {order.action}; there are {', '.join(actions)}"
     try:
-        receiver.stage(order.version, order.plan_hash, order.timeout_s, order.place)
+        return True, actions[order.action](order, updater, group_name)
     except RuntimeError as error:
         return False, str(error)
-    return True, f"version {order.version} arrives"
 
 
-def _link(receiver: Any, fields: dict[str, Any]) -> tuple[bool, str]:
-    from sglang.srt.runtime_context import get_parallel
+def _connect(order: Order, updater: Any, group_name: str) -> str:
+    # Imported here because only the processes that hold weights need the extension.
+    from asyncrl.weights.receiver import Receiver
 
+    _require_joined(group_name)
+    receiver = Receiver(
+        dict(updater.get_model().named_parameters()),
+        updater._model_update_group[group_name],
+        tuple(range(_num_senders[group_name])),
+        _all_ranks_agree,
+    )
+    receiver.connect(order.timeout_s)
+    _receivers[group_name] = receiver
+    return "connected"
+
+
+def _stage(order: Order, updater: Any, group_name: str) -> str:
+    _require_connected(group_name)
+    _receivers[group_name].stage(order.version, order.plan_hash, order.timeout_s, order.place)
+    return f"version {order.version} arrives"
+
+
+def _link(order: Order, updater: Any, group_name: str) -> str:
     from asyncrl.weights.routes import LinkOrder
 
-    order = LinkOrder(**fields)
-    receiver.link(order, get_parallel().tp_group.rank_in_group)
-    return True, f"link {order.number} is joined"
+    _require_connected(group_name)
+    link = LinkOrder(**order.link)
+    _receivers[group_name].link(link, updater.tp_rank)
+    return f"link {link.number} is joined"
+
+
+def _give(order: Order, updater: Any, group_name: str) -> str:
+    """Returns the port at which the ranks of the other engine are expected."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from asyncrl.weights import peers
+
+    port, _ = peers.give(
+        dict(updater.get_model().named_parameters()),
+        order.host,
+        group_name,
+        order.version,
+        tp_rank=updater.tp_rank,
+        tp_size=get_parallel().tp_group.world_size,
+        total=lambda number: _over_ranks(number, dist.ReduceOp.SUM),
+        timeout_s=order.timeout_s,
+    )
+    return str(port)
+
+
+def _require_joined(group_name: str) -> None:
+    if group_name not in _num_senders:
+        raise RuntimeError(f"this engine is not in weight group {group_name}; join it first")
+
+
+def _require_connected(group_name: str) -> None:
+    if group_name not in _receivers:
+        raise RuntimeError(f"weight group {group_name} is not connected; send action connect first")
 
 
 def _leave(original: Callable[..., Any], updater: Any, group_name: str) -> Any:
@@ -175,56 +214,57 @@ def _receive(
             group_name=group_name,
             load_format=load_format,
         )
-    order = Order(**json.loads(names[0]))
-    if group_name not in _num_senders:
-        raise RuntimeError(f"this engine is not in weight group {group_name}; join it first")
-    if order.action == "connect":
-        _receivers[group_name] = _connect(
-            dict(updater.get_model().named_parameters()),
-            updater._model_update_group[group_name],
-            _num_senders[group_name],
-            order.timeout_s,
-        )
-    elif group_name not in _receivers:
-        raise RuntimeError(f"weight group {group_name} is not connected; send action connect first")
-    else:
-        _bring(order, _receivers[group_name], updater.get_model())
+    _bring(Order(**json.loads(names[0])), updater, group_name)
     return []
 
 
-def _bring(order: Order, receiver: Any, model: torch.nn.Module) -> None:
+def _bring(order: Order, updater: Any, group_name: str) -> None:
     """One version into the live parameters, and into what the model derives from them, in place."""
     from sglang.srt.model_loader.loader import post_load_weights
 
+    model = updater.get_model()
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # an engine that was paused in place may still compute its last step
-    if order.action == "take":
-        receiver.take(order.version, order.timeout_s)
+    if order.action == "refill":
+        _take_from_peer(order, model, group_name, updater.tp_rank)
     else:
-        receiver.receive(order.version, order.plan_hash, order.timeout_s)
+        _require_joined(group_name)
+        _require_connected(group_name)
+        if order.action == "take":
+            _receivers[group_name].take(order.version, order.timeout_s)
+        else:
+            _receivers[group_name].receive(order.version, order.plan_hash, order.timeout_s)
     post_load_weights(model)  # latent attention: w_kc and w_vc, which are no parameters
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the next step is computed on another stream
 
 
-def _connect(
-    parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup, num_senders: int, timeout_s: float
-) -> Any:
-    # Imported here because only the processes that hold weights need the extension.
-    from asyncrl.weights.receiver import Receiver
+def _take_from_peer(order: Order, model: torch.nn.Module, group_name: str, tp_rank: int) -> None:
+    from asyncrl.weights import peers
 
-    receiver = Receiver(parameters, group, tuple(range(num_senders)), _all_ranks_agree)
-    receiver.connect(timeout_s)
-    return receiver
+    peers.take(
+        dict(model.named_parameters()),
+        order.address,
+        group_name,
+        order.version,
+        tp_rank=tp_rank,
+        all_agree=_all_ranks_agree,
+        timeout_s=order.timeout_s,
+    )
 
 
 def _all_ranks_agree(agreed: bool) -> bool:
     """Whether every tensor-parallel rank of this engine agreed."""
+    return bool(_over_ranks(int(agreed), dist.ReduceOp.MIN))
+
+
+def _over_ranks(number: int, reduce: Any) -> int:
+    """Of the numbers of all tensor-parallel ranks of this engine."""
     from sglang.srt.runtime_context import get_parallel
 
-    flag = torch.tensor([int(agreed)], dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=get_parallel().tp_group.cpu_group)
-    return bool(flag.item())
+    result = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(result, op=reduce, group=get_parallel().tp_group.cpu_group)
+    return int(result.item())
 
 
 def _with_join_timeout(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.engines.base import (
     INTERRUPTED,
@@ -49,7 +49,8 @@ class ScriptedEngine:
     """See the module. Not thread-safe: use it from one event loop.
 
     ``versioned_tokens`` False makes tokens independent of the version (logprobs still depend on it), for
-    tests that compare interrupted runs with uninterrupted ones.
+    tests that compare interrupted runs with uninterrupted ones. ``peers`` is set by who has several: it finds
+    an engine by its address, which is its name.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class ScriptedEngine:
         self._dead: str | None = None
         self._failures: dict[str, str] = {}  # method name -> message of its next failure
         self._staged: PolicyVersion = -1
+        self.given: dict[str, PolicyVersion] = {}  # group of an offer -> version
+        self.peers: Callable[[str], ScriptedEngine | None] = lambda address: None
         self.weight_groups: set[str] = set()
         self.links: list[ReplicaLink] = []
         self.plan_hashes: list[tuple[WeightAction, PolicyVersion, str]] = []
@@ -159,6 +162,24 @@ class ScriptedEngine:
         if group_name not in self.weight_groups:
             raise self._error(f"is not in weight group {group_name}; join_weight_group first")
         self.links.append(link)
+
+    async def give_weights(self, group_name: str, version: PolicyVersion, timeout_s: float) -> str:
+        self._check("give_weights")
+        if self._version != version:
+            raise self._error(f"attests version {self._version}, not {version}")
+        self.given[group_name] = version
+        return self._name
+
+    async def take_weights(
+        self, group_name: str, address: str, version: PolicyVersion, timeout_s: float
+    ) -> None:
+        self._check("take_weights")
+        if not self._paused:
+            raise self._error("must be paused before it takes weights")
+        source = self.peers(address)
+        if source is None or source._dead is not None or source.given.get(group_name) != version:
+            raise self._error(f"finds nobody at {address} who offers version {version}")
+        self._version = version
 
     async def update_from_disk(self, path: str, version: PolicyVersion, timeout_s: float) -> None:
         self._check("update_from_disk")

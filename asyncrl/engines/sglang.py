@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ from asyncrl.engines.sglang_wire import (
     PLAIN_SAMPLING,
     WireError,
     generate_body,
+    new_weights_body,
+    order_body,
     read_generation,
     read_message,
     read_version,
@@ -50,8 +53,6 @@ from asyncrl.engines.sglang_wire import (
 from asyncrl.types import PolicyVersion
 
 ABORT_GRACE_S: Final = 2.0
-LOAD_FORMAT: Final = "asyncrl"
-"""The load format under which the engine's plugin receives weights."""
 
 
 class SGLangEngine:
@@ -128,41 +129,35 @@ class SGLangEngine:
         self, action: WeightAction, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
     ) -> None:
         order = {"action": action, "version": version, "plan_hash": plan_hash, "timeout_s": timeout_s}
-        publish = action in ("publish", "take")
-        body = {
-            "names": [json.dumps(order)],
-            "dtypes": [],
-            "shapes": [],
-            "group_name": group_name,
-            "load_format": LOAD_FORMAT,
-            # SGLang cannot flush beside running requests, and would refuse though the weights did change.
-            "flush_cache": publish and not self._in_place,
-            "weight_version": str(version) if publish else None,
-        }
-        async with self._weight_update():
-            # The ranks keep the deadline themselves and answer; the margin lets that answer arrive.
-            await self._post("/update_weights_from_distributed", body, timeout_s + self._control_timeout_s)
+        if action == "connect":
+            await self._order(order, group_name, timeout_s)
+        else:
+            await self._new_weights(order, group_name, version, timeout_s)
 
     async def stage_weights(
         self, place: StagePlace, group_name: str, version: PolicyVersion, plan_hash: str, timeout_s: float
     ) -> None:
         order = {"place": place, "version": version, "plan_hash": plan_hash, "timeout_s": timeout_s}
-        await self._order_aside("stage", group_name, order)
+        await self._order({"action": "stage", **order}, group_name)
 
     async def link_replicas(self, group_name: str, link: ReplicaLink) -> None:
-        await self._order_aside("link", group_name, dataclasses.asdict(link))
+        order = {"version": -1, "timeout_s": link.timeout_s, "link": dataclasses.asdict(link)}
+        await self._order({"action": "link", **order}, group_name)
 
-    async def _order_aside(self, action: str, group_name: str, order: Mapping[str, Any]) -> None:
-        """Every other request about weights waits until no sample is running; this one does not."""
-        body = {
-            "master_address": json.dumps({"action": action, **order}),
-            "master_port": 0,
-            "rank_offset": 0,
-            "world_size": 0,
-            "group_name": group_name,
-            "backend": LOAD_FORMAT,
-        }
-        await self._post("/init_weights_update_group", body)
+    async def give_weights(self, group_name: str, version: PolicyVersion, timeout_s: float) -> str:
+        attested = await self.version()
+        if attested != version:
+            raise self._error(f"attests version {attested} and cannot give version {version}")
+        host = urllib.parse.urlsplit(self._url).hostname
+        order = {"action": "give", "host": host, "version": version, "timeout_s": timeout_s}
+        answer = await self._order(order, group_name)
+        return f"{host}:{answer['message']}"
+
+    async def take_weights(
+        self, group_name: str, address: str, version: PolicyVersion, timeout_s: float
+    ) -> None:
+        order = {"action": "refill", "address": address, "version": version, "timeout_s": timeout_s}
+        await self._new_weights(order, group_name, version, timeout_s)
 
     async def update_from_disk(self, path: str, version: PolicyVersion, timeout_s: float) -> None:
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
@@ -212,6 +207,20 @@ class SGLangEngine:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _order(self, order: Mapping[str, Any], group_name: str, timeout_s: float = 0.0) -> Any:
+        """Something that the engine does while it samples. The ranks keep the deadline and answer; the margin
+        lets that answer arrive."""
+        body = order_body(order, group_name)
+        return await self._post("/init_weights_update_group", body, timeout_s + self._control_timeout_s)
+
+    async def _new_weights(
+        self, order: Mapping[str, Any], group_name: str, version: PolicyVersion, timeout_s: float
+    ) -> None:
+        # SGLang cannot flush beside running requests, and would refuse though the weights did change.
+        body = new_weights_body(order, group_name, version, flush=not self._in_place)
+        async with self._weight_update():
+            await self._post("/update_weights_from_distributed", body, timeout_s + self._control_timeout_s)
 
     @contextlib.asynccontextmanager
     async def _weight_update(self) -> AsyncIterator[None]:

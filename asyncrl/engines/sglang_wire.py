@@ -15,6 +15,9 @@ from typing import Any, Final
 from asyncrl.engines.base import INTERRUPTED, Finish, GenerateRequest, Generation
 from asyncrl.types import FinishReason, PolicyVersion, Segment, SegmentKind
 
+LOAD_FORMAT: Final = "asyncrl"
+"""The load format, and the backend, under which the engine's plugin takes orders."""
+
 PLAIN_SAMPLING: Final[Mapping[str, Any]] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -46,6 +49,35 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
+    }
+
+
+def order_body(order: Mapping[str, Any], group_name: str) -> dict[str, Any]:
+    """The body of POST /init_weights_update_group for an order of ours: every other request about weights
+    waits until no sample is running; this one does not."""
+    return {
+        "master_address": json.dumps(order),
+        "master_port": 0,
+        "rank_offset": 0,
+        "world_size": 0,
+        "group_name": group_name,
+        "backend": LOAD_FORMAT,
+    }
+
+
+def new_weights_body(
+    order: Mapping[str, Any], group_name: str, version: PolicyVersion, flush: bool
+) -> dict[str, Any]:
+    """The body of POST /update_weights_from_distributed for an order that brings ``version``; ``flush``: drop
+    the keys and values of older ones."""
+    return {
+        "names": [json.dumps(order)],
+        "dtypes": [],
+        "shapes": [],
+        "group_name": group_name,
+        "load_format": LOAD_FORMAT,
+        "flush_cache": flush,
+        "weight_version": str(version),
     }
 
 

@@ -24,8 +24,6 @@ from asyncrl.launch.watch import Death
 StartEngine = Callable[[int, int], object]
 """(engine index, incarnation) -> the actor that owns it."""
 
-SERVES = (EngineStatus.SERVING, EngineStatus.PREPARED)
-
 
 @dataclass(frozen=True)
 class Down:
@@ -77,7 +75,7 @@ class EngineFleet:
             )
             control.post("engines/lost", lost)
             self._on_change(self._down[name].reason)
-        if not any(engine.status in SERVES for engine in control.state().engines):
+        if not any(_serves(engine) for engine in control.state().engines):
             return next(iter(self._down.values()))
         for name in gone:
             self._restart(name)
@@ -86,7 +84,7 @@ class EngineFleet:
     def cause(self, deaths: list[Death], state: RunState) -> Down | None:
         """The first engine that is down, where that left none that serves: the cause of other failures."""
         self._take_down(deaths, state)
-        serving = [e.name for e in state.engines if e.status in SERVES and e.name not in self._down]
+        serving = [e.name for e in state.engines if _serves(e) and e.name not in self._down]
         return next(iter(self._down.values())) if self._down and not serving else None
 
     def _take_down(self, deaths: list[Death], state: RunState) -> list[str]:
@@ -140,6 +138,11 @@ def engine_name(engine_idx: int) -> str:
 def engine_log(log_dir: Path, engine_idx: int) -> Path:
     """All incarnations append to it."""
     return log_dir / f"{engine_name(engine_idx)}.log"
+
+
+def _serves(engine: EngineInfo) -> bool:
+    """Or it will in a moment. One that has not joined is prepared for a refill, whose source may be gone."""
+    return engine.status is EngineStatus.SERVING or (engine.status is EngineStatus.PREPARED and engine.joined)
 
 
 def _find(state: RunState, name: str) -> EngineInfo | None:

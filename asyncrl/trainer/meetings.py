@@ -5,7 +5,7 @@
 
 Every decision that rank 0 takes is broadcast before the ranks act on it, so all of them take part in the same
 meetings in the same order. An engine that fails is met again before the next publication, or between two
-steps.
+steps. One that another engine has refilled meanwhile serves already, and goes on while it is met.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Meetings:
 
     def has_news(self, state: RunState) -> bool:
         """Whether an engine waits to be met, or for the current version; on rank 0."""
-        return any(engine.status in _WAITING for engine in state.engines)
+        return any(_waits_for_trainer(engine) for engine in state.engines)
 
     def follow(self) -> None:
         """Leave engines that are gone, meet those that came or must be refilled."""
@@ -99,10 +99,10 @@ class Meetings:
         leave = [
             name
             for name, met in self.met.items()
-            if known[name].incarnation != met.incarnation or known[name].status in _OUT
+            if known[name].incarnation != met.incarnation or not known[name].joined
         ]
         kept = self.met.keys() - set(leave)
-        meet = [engine for engine in state.engines if engine.status in _WAITING and engine.name not in kept]
+        meet = [engine for engine in state.engines if _waits_for_trainer(engine) and engine.name not in kept]
         return {"leave": leave, "meet": [engine.model_dump() for engine in meet]}
 
     def leave(self, name: str) -> None:
@@ -176,8 +176,11 @@ def control_deadline_s(config: Config) -> float:
     return 3 * config.weights.timeout_s + 30.0
 
 
-_WAITING = (EngineStatus.JOINING, EngineStatus.QUARANTINED)
-_OUT = (EngineStatus.QUARANTINED, EngineStatus.LOST)
+def _waits_for_trainer(engine: EngineInfo) -> bool:
+    """One that is being refilled, which is PREPARED and has not joined, can be met when it serves."""
+    if engine.status is EngineStatus.JOINING:
+        return True
+    return not engine.joined and engine.status in (EngineStatus.QUARANTINED, EngineStatus.SERVING)
 
 
 @contextlib.contextmanager

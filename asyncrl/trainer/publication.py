@@ -12,8 +12,8 @@
 Every decision that rank 0 takes is broadcast before the ranks act on it, so all of them take part in the same
 transfers in the same order. Commit or land follows from rank 0's thread as soon as it has sent: an engine
 verifies what every rank sent, so nothing else is needed. An engine that fails is met again before the next
-publication, or between two steps, and gets the whole current version alone; the run goes on while one engine
-serves.
+publication, or between two steps, and gets the whole current version alone, if no other engine has given it
+that meanwhile; the run goes on while one engine serves.
 """
 
 from __future__ import annotations
@@ -205,6 +205,8 @@ class PolicyPublisher:
         order = {"again": False, "version": version, "epoch": state.epoch, "plans": sorted(names)}
         if not names and (alone or changes["meet"]):
             return {**order, "again": not alone}
+        if any(item["status"] is EngineStatus.SERVING for item in changes["meet"]):
+            return {"again": True}  # refilled since they were followed; a publication must not leave it out
         plans = {name: self._meetings.plan(name) for name in sorted(names)}
         publication = Publication(version=version, epoch=state.epoch, plans=plans)
         try:

@@ -79,7 +79,7 @@ class FaultCase(Case):
 # --- what goes wrong ---
 
 
-def die_before(owner: type, method: str, is_now: Callable[..., bool]) -> None:
+def die_before(owner: object, method: str, is_now: Callable[..., bool]) -> None:
     """Make this process vanish when ``method`` is called with arguments for which ``is_now`` holds."""
     original = getattr(owner, method)
 

@@ -14,7 +14,10 @@ from tests.sim.loop import SimLoop
 NUM_RANKS = 2
 MAX_LATENCY_S = 0.2
 OWN, MIXED = -1, -2
-METHODS = ("pause", "resume", "join_weight_group", "leave_weight_group", "receive_weights", "stage_weights")
+METHODS = (
+    *("pause", "resume", "join_weight_group", "leave_weight_group", "receive_weights", "stage_weights"),
+    *("give_weights", "take_weights"),
+)
 
 
 @dataclass
@@ -132,6 +135,32 @@ class SimEngine(ScriptedEngine):
         with contextlib.suppress(EngineError):
             await self._take_halves(group_name, version, timeout_s)
             self._staged = version
+
+    async def give_weights(self, group_name: str, version: int, timeout_s: float) -> str:
+        await self._enter("give_weights")
+        await super().give_weights(group_name, version, timeout_s)
+        return f"{self.name} {self.incarnation}"
+
+    async def take_weights(self, group_name: str, address: str, version: int, timeout_s: float) -> None:
+        await self._enter("take_weights")
+        if not self._paused:
+            self._history.broken.append(f"{self.name} is refilled while it samples")
+        source = self.peers(address)
+        if not isinstance(source, SimEngine) or source.given.get(group_name) != version:
+            raise self._error(f"finds no offer of version {version} at {address}")
+        self.holds, self.receiving, self.group, self.corrupt = MIXED, version, group_name, False
+        self._history.faults.append("refill")
+        try:
+            for _ in range(NUM_RANKS):
+                await asyncio.sleep(self._loop.rng.random())
+                if not source.alive:
+                    raise self._error(f"lost its source {source.name}")
+        finally:
+            self.receiving = -1
+        if self.corrupt:
+            raise self._error("digests differ")
+        await super().take_weights(group_name, address, version, timeout_s)
+        self.holds = source.holds
 
     def arrive(self, group: str, version: int, rank: int) -> None:
         """A sender's half is there."""

@@ -1,4 +1,4 @@
-"""Publications through the real coordinator: a trainer of two ranks, engines that die, requests.
+"""Publications and refills through the real coordinator: a trainer of two ranks, engines that die, requests.
 
 Everything around the coordinator is a model a few lines long; faults strike at any await. What happens is
 judged by `tests.sim.fleet_parts`, which shares no code with the protocol.
@@ -15,6 +15,7 @@ from asyncrl.control.coordinator import Coordinator
 from asyncrl.control.ledger import LedgerCounts
 from asyncrl.control.messages import (
     CommitOrder,
+    EngineFailed,
     EngineInfo,
     EngineLost,
     EngineStatus,
@@ -74,6 +75,7 @@ class FleetWorld:
         self.num_meetings = self.num_running = 0
         self.next_fault = ""  # of the network
         self.dead_rank = -1
+        self.landing = False  # the order under way is one to land
         self.over = False
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -81,7 +83,12 @@ class FleetWorld:
         await self._show(**changes)
         look(self.history, self.processes, self.coordinator.state)
 
+    def note_crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not self.over and context["message"].startswith("Exception in callback"):
+            self.history.broken.append(f"{context['message']}: {context['exception']!r}")
+
     async def run(self) -> History:
+        self.loop.set_exception_handler(self.note_crash)
         for name in self.names:
             self.begin(self.bring_up(name, 0))
         self.begin(self.break_things())
@@ -114,11 +121,16 @@ class FleetWorld:
 
     async def bring_up(self, name: str, incarnation: int) -> None:
         engine = SimEngine(self.loop, self.history, name, incarnation)
+        engine.peers = self.find
         self.processes[name, incarnation] = self.engines[name] = engine
         await asyncio.sleep(self.rng.random() * 5.0)
         info = EngineInfo(name=name, url="", api_key="", tp=1, incarnation=incarnation)
         with contextlib.suppress(Refused):  # it was ended and replaced while it started
             await self.call(self.coordinator.register_engine, info)
+
+    def find(self, address: str) -> SimEngine | None:
+        name, _, incarnation = address.partition(" ")
+        return self.processes.get((name, int(incarnation)))
 
     async def kill(self, name: str) -> None:
         """The death is reported after a while, perhaps after the next start, or not at all."""
@@ -221,6 +233,7 @@ class FleetWorld:
             for name, (incarnation, _) in self.met.items()
             if current[name].incarnation == incarnation
             and current[name].status in (EngineStatus.JOINING, EngineStatus.SERVING)
+            and current[name].joined
         }
         names = names & fresh if alone else names
         if not names:
@@ -228,15 +241,26 @@ class FleetWorld:
         plans = {name: plan_of(name, self.met[name][0]) for name in sorted(names)}
         served = frozenset(e.name for e in state.engines if e.status is EngineStatus.SERVING)
         order = Publication(version=version, epoch=state.epoch, plans=plans)
+        self.landing = False
         try:
             if self.stages and not alone:
                 result = await self.stage_and_land(order)
             else:
                 result = await self.fly(order)
-        except Refused:  # the engines have changed, or a rival publishes
+        except Refused as refusal:  # the engines have changed, or a rival publishes
+            self.judge(refusal, order)
             return False
         check_result(self.history, self.engines, result, served & names)
         return True
+
+    def judge(self, refusal: Refused, order: Publication) -> None:
+        """Of what refills may not be the cause: such a refusal would end the run."""
+        flight = self.coordinator._roster.fleet.flight
+        refilling = flight is not None and flight.source
+        if refilling and self.coordinator.state.epoch == order.epoch:
+            self.history.broken.append(f"a refill does not let the trainer wait: {refusal}")
+        if self.landing and "leaves out" in str(refusal):
+            self.history.broken.append(f"a staged version cannot land: {refusal}")
 
     async def fly(self, order: Publication) -> PublicationResult:
         ready = await self.ask(self.coordinator.prepare, order)
@@ -258,6 +282,7 @@ class FleetWorld:
                 failures[name] = f"{name} could not verify"
                 self.met.pop(name)
         landing = Landing(version=order.version, failures=failures)
+        self.landing = True
         result: PublicationResult = await self.ask(self.coordinator.land, landing)
         return result
 
@@ -287,11 +312,12 @@ class FleetWorld:
         return ""
 
     async def meet_all(self) -> None:
-        """Join a weight group with every engine that came, or that has to be refilled."""
+        """Join a weight group with every engine that came, or was quarantined, or refilled by another."""
         for info in self.coordinator.state.engines:
             met = self.met.get(info.name)
-            joined = met is not None and met[0] == info.incarnation and info.status is EngineStatus.JOINING
-            if info.status in WAITING and not joined:
+            joined = met is not None and met[0] == info.incarnation and info.joined
+            refilled = info.status is EngineStatus.SERVING and not info.joined
+            if (info.status in WAITING and not joined) or refilled:
                 self.met.pop(info.name, None)
                 await self.meet(info)
 
@@ -363,10 +389,17 @@ class FleetWorld:
         method = self.rng.choice(METHODS)
         self.history.faults.append(f"fail {method}")
         self.engines[name].fail_next(method, f"{method} went wrong")
+        await self.let_it_happen(name, method)
 
     async def hang(self, name: str) -> None:
-        self.engines[name].hangs_in = self.rng.choice(METHODS)
-        self.history.faults.append(f"hang {self.engines[name].hangs_in}")
+        method = self.engines[name].hangs_in = self.rng.choice(METHODS)
+        self.history.faults.append(f"hang {method}")
+        await self.let_it_happen(name, method)
+
+    async def let_it_happen(self, name: str, method: str) -> None:
+        """Only an engine that is out of service is refilled."""
+        if method == "take_weights" and any(e.name == name for e in self.coordinator.state.engines):
+            await self.call(self.coordinator.quarantine, EngineFailed(name=name, reason="it is to fail"))
 
     async def spoil(self, name: str) -> None:
         """Corrupt what arrives, if something does."""

@@ -2,8 +2,10 @@
 
 Two engines, a trainer of one decision maker and two sending ranks, three versions, and a budget of faults:
 an engine is killed (it starts again later), a trainer rank is killed, a half arrives corrupted, a request or
-its answer is lost, a request arrives a second time at any later moment. The protocol is the real one
-(`asyncrl.control.protocol`); what engines hold and whom requests reach is modelled here.
+its answer is lost, a request arrives a second time at any later moment. Whenever one engine serves and the
+other could do with its version, a refill may begin; the ranks of the source send the halves then. The
+protocol is the real one (`asyncrl.control.protocol`); what engines hold and whom requests reach is modelled
+here.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class State(NamedTuple):
             flight.waiting,
             flight.verified,
             frozenset(flight.failed),
+            flight.source,
         )
         orders = tuple(
             (kind, version, ranks[epoch], names)
@@ -107,9 +110,10 @@ def steps(state: State, last_version: int) -> Iterator[tuple[str, State]]:
     for name in NAMES:
         yield from _engine_steps(state, name)
     yield from _stray_steps(state)
+    yield from _refill_steps(state)
     if state.faults:
         yield from _faults(state._replace(faults=state.faults - 1))
-    if not state.trainer.alive and state.fleet.flight is not None:
+    if not state.trainer.alive and state.fleet.flight is not None and not state.fleet.flight.source:
         flight = state.fleet.flight
         aborted = protocol.abort(state.fleet, flight.version, flight.epoch, "deadline")
         cut = state._replace(fleet=aborted)
@@ -129,6 +133,8 @@ def _trainer_steps(state: State, last_version: int) -> Iterator[tuple[str, State
         yield from _look(state, last_version)
     elif trainer.phase == "joining":
         yield from _join(state)
+    elif trainer.phase == "prepare" and _refills(state):
+        return  # PREPARE waits
     elif trainer.phase == "commit":
         yield from _request(state, "COMMIT")
     elif trainer.phase == "transfer":
@@ -144,12 +150,19 @@ def _trainer_steps(state: State, last_version: int) -> Iterator[tuple[str, State
 def _look(state: State, last_version: int) -> Iterator[tuple[str, State]]:
     fleet, trainer = state.fleet, state.trainer
     for name, member in fleet.members.items():
-        new = member.status is EngineStatus.JOINING and member.plan is None
+        new = member.status in (EngineStatus.JOINING, EngineStatus.SERVING) and member.plan is None
         if new or member.status is EngineStatus.QUARANTINED:
             joining = state._replace(
                 fleet=protocol.rejoin(fleet, name), trainer=trainer._replace(phase="joining", joining=name)
             )
             yield f"join {name}", joining
+            others = tuple(n for n, m in fleet.members.items() if m.plan is not None)
+            if member.status is EngineStatus.SERVING and others and fleet.committed < last_version:
+                order = (fleet.committed + 1, fleet.epoch, others)  # refilled and left out: to be refused
+                yield (
+                    "look: leave out",
+                    state._replace(trainer=trainer._replace(phase="prepare", order=order)),
+                )
             return
     serving = tuple(n for n, m in fleet.members.items() if m.status is EngineStatus.SERVING)
     ready = tuple(n for n, m in fleet.members.items() if m.status is EngineStatus.JOINING)
@@ -169,7 +182,8 @@ def _join(state: State) -> Iterator[tuple[str, State]]:
     name = state.trainer.joining
     member, engine = state.fleet.member(name), state.engine(name)
     idle = state._replace(trainer=Trainer())
-    if member.status is not EngineStatus.JOINING or member.plan is not None:
+    joins = member.status in (EngineStatus.JOINING, EngineStatus.SERVING)
+    if not joins or member.plan is not None:
         yield f"{name} was lost", idle
     elif engine.alive and engine.incarnation == member.incarnation:
         plan = plan_of(name, engine.incarnation)
@@ -205,6 +219,8 @@ def _request(state: State, kind: str) -> Iterator[tuple[str, State]]:
 
 def _stray_steps(state: State) -> Iterator[tuple[str, State]]:
     for kind, order in state.strays:
+        if kind == "PREPARE" and _refills(state):
+            continue  # it waits
         try:
             after = _apply(state, kind, order)
         except Refused:
@@ -221,11 +237,50 @@ def _apply(state: State, kind: str, order: tuple[int, int, tuple[str, ...]]) -> 
         return state._replace(fleet=protocol.prepare(fleet, version, epoch, plans))
     if kind == "COMMIT":
         return state._replace(fleet=protocol.commit(fleet, version, epoch))
-    state = state._replace(fleet=protocol.begin_transfer(fleet, version, epoch))
+    return _begin_transfer(state, version, epoch)
+
+
+def _begin_transfer(state: State, version: int, epoch: int) -> State:
+    state = state._replace(fleet=protocol.begin_transfer(state.fleet, version, epoch))
     for name in state.fleet.flight.waiting if state.fleet.flight else ():
         if state.engine(name).alive:
             state = state.with_engine(name, receiving=version, halves=frozenset(), holds=MIXED, corrupt=False)
     return state
+
+
+# --- refills, which the coordinator drives ---
+
+
+def _refills(state: State) -> bool:
+    return state.fleet.flight is not None and bool(state.fleet.flight.source)
+
+
+def _refill_steps(state: State) -> Iterator[tuple[str, State]]:
+    fleet, flight = state.fleet, state.fleet.flight
+    if flight is None or not flight.source:
+        for name, source in (NAMES, NAMES[::-1]):
+            if state.trainer.joining != name:  # nobody else may bring it a version meanwhile
+                with contextlib.suppress(Refused):
+                    yield f"refill {name}", state._replace(fleet=protocol.prepare_refill(fleet, name, source))
+        return
+    waits = all(state.engine(name).paused for name in flight.waiting)
+    if not flight.transferring:
+        given_up = protocol.abort(fleet, flight.version, flight.epoch, "no answer")
+        yield "the refill is given up", state._replace(fleet=given_up)
+        if flight.waiting and waits and _gives(state):
+            yield f"{flight.source} gives", _begin_transfer(state, flight.version, flight.epoch)
+    elif not flight.waiting:
+        ended = protocol.commit(fleet, flight.version, flight.epoch)
+        yield "the refill ends", state._replace(fleet=ended)
+
+
+def _gives(state: State) -> bool:
+    """Whether the source of the refill is still the one that it was begun with."""
+    flight = state.fleet.flight
+    assert flight is not None, "called for a refill"
+    member, engine = state.fleet.member(flight.source), state.engine(flight.source)
+    started_again = member.status is EngineStatus.JOINING or member.incarnation != engine.incarnation
+    return engine.alive and not started_again and member.status is not EngineStatus.LOST
 
 
 # --- engines and their owners ---
@@ -263,17 +318,23 @@ def _engine_steps(state: State, name: str) -> Iterator[tuple[str, State]]:
 
 
 def _receive(state: State, name: str) -> Iterator[tuple[str, State]]:
-    engine, flight, trainer = state.engine(name), state.fleet.flight, state.trainer
+    engine, flight = state.engine(name), state.fleet.flight
     assert flight is not None, "called for an engine that receives"
-    for rank in set(range(NUM_RANKS)) - engine.halves - {trainer.dead_rank}:
+    dead_rank = state.trainer.dead_rank
+    senders, sent, breaks_off = set(range(NUM_RANKS)) - {dead_rank}, flight.version, dead_rank >= 0
+    if flight.source:
+        sent, breaks_off = state.engine(flight.source).holds, not _gives(state)
+        senders = set() if breaks_off else set(range(NUM_RANKS))
+    for rank in senders - engine.halves:
         arrived = engine.halves | {rank}
-        holds = flight.version if len(arrived) == NUM_RANKS and not engine.corrupt else MIXED
+        holds = sent if len(arrived) == NUM_RANKS and not engine.corrupt else MIXED
         yield f"half {rank} to {name}", state.with_engine(name, halves=arrived, holds=holds)
     if len(engine.halves) == NUM_RANKS and not engine.corrupt:
         fleet = protocol.verified(state.fleet, flight.version, flight.epoch, name)
         yield f"{name} verifies", state.with_engine(name, receiving=-1)._replace(fleet=fleet)
-    if engine.corrupt or trainer.dead_rank >= 0:
-        fleet = protocol.failed(state.fleet, name, "digest or deadline")
+    if engine.corrupt or breaks_off:
+        counts = not flight.source or not breaks_off
+        fleet = protocol.failed(state.fleet, name, "digest or deadline", counts=counts)
         yield f"{name} fails", state.with_engine(name, receiving=-1)._replace(fleet=fleet)
 
 

@@ -19,12 +19,12 @@ from tests.sim.mutants import Mutant, planted, read_mutants
 from tests.sim.protocol_model import explore
 
 NUM_SEEDS = int(os.environ.get("ASYNCRL_SIM_SEEDS", "150"))
-SEEDS_PER_MUTANT = 150
+SEEDS_PER_MUTANT = 300
 LAST_VERSION = 2
 MUTANTS = read_mutants(Path(__file__).with_name("mutants_fleet.toml"))
 FAULTS = {
     *("kill", "kill rank", "corrupt", "request lost", "answer lost", "again"),
-    *("rival", "rival refused", "hopeless"),
+    *("rival", "rival refused", "hopeless", "refill"),
     *(f"{how} {method}" for how in ("fail", "hang") for method in METHODS),
 }
 
@@ -35,7 +35,16 @@ def test_every_state_of_the_small_scope_is_safe() -> None:
     print(f"{explored.num_states} states, {explored.num_steps} steps")
     assert explored.failure == ""
     assert explored.num_states > 30_000 and explored.num_steps > 2 * explored.num_states
-    wanted = {"kill a", "kill b", "corrupt a", "kill rank 1", "deadline", "b is missed late", "a verifies"}
+    refills = {"refill a", "refill b", "a gives", "b gives", "the refill is given up", "the refill ends"}
+    wanted = refills | {
+        "kill a",
+        "kill b",
+        "corrupt a",
+        "kill rank 1",
+        "deadline",
+        "b is missed late",
+        "a verifies",
+    }
     for kind in ("PREPARE", "TRANSFER", "COMMIT"):
         wanted |= {kind, f"{kind} is lost", f"{kind}: its answer is lost", f"{kind} came again"}
     assert wanted <= explored.names

@@ -12,21 +12,33 @@ from asyncrl.control.messages import (
     Plan,
     Publication,
 )
-from asyncrl.engines.base import WeightGroup
+from asyncrl.engines.base import Interrupt, WeightGroup
 from asyncrl.engines.scripted import ScriptedEngine
 
 
 class Fleet:
-    """A coordinator over scripted engines that have joined their weight groups."""
+    """A coordinator over scripted engines that have joined their weight groups.
 
-    def __init__(self, num_engines: int, interrupt: str = "abort") -> None:
+    With ``alike`` False each has another number of ranks, so that none can be refilled from another.
+    """
+
+    def __init__(self, num_engines: int, interrupt: Interrupt = "abort", alike: bool = True) -> None:
+        self._alike = alike
         self.engines = {
             f"engine-{idx}": ScriptedEngine(f"engine-{idx}", token_interval_s=0.001)
             for idx in range(num_engines)
         }
+        for engine in self.engines.values():
+            engine.peers = self.engines.get
         self.coordinator = Coordinator(
             make_engine=lambda info: self.engines[info.name], interrupt=interrupt, timeout_s=2.0
         )
+
+    def replace(self, name: str, engine: ScriptedEngine | None = None) -> ScriptedEngine:
+        """The next start of an engine; it has yet to register."""
+        self.engines[name] = engine or ScriptedEngine(name)
+        self.engines[name].peers = self.engines.get
+        return self.engines[name]
 
     async def join(self) -> None:
         for name in self.engines:
@@ -34,7 +46,8 @@ class Fleet:
             assert await self.meet(name) == ""
 
     async def register(self, name: str, incarnation: int = 0) -> None:
-        info = EngineInfo(name=name, url="", api_key="", tp=1, incarnation=incarnation)
+        tp = 1 if self._alike else 1 + list(self.engines).index(name)
+        info = EngineInfo(name=name, url="", api_key="", tp=tp, incarnation=incarnation)
         await self.coordinator.register_engine(info)
 
     async def meet(self, name: str) -> str:

@@ -87,6 +87,14 @@ def test_the_last_that_serves_ends_the_run_with_the_first_that_is_down(
     assert cause is not None and cause.startswith("engine-1 scheduler (pid 11) died first: killed by SIGKILL")
 
 
+def test_one_that_waits_for_a_refill_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for joined in (True, False):  # for the next version; to be refilled
+        run = Launcher(monkeypatch, Control(SERVING, SERVING))
+        assert run.follow(death(1, pid=11)) is None
+        run.control.set("engine-1", status=EngineStatus.PREPARED, incarnation=1, joined=joined)
+        assert (run.follow(death(0, pid=10)) is None) == joined
+
+
 def test_one_that_is_back_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Launcher(monkeypatch, Control(SERVING, SERVING), max_restarts=1)
     assert run.follow(death(1, pid=11)) is None

@@ -37,6 +37,8 @@ MODEL_DESCRIPTION = ("asyncrl.weights.geometry", "asyncrl.weights.megatron_layou
 RECEIVER = (
     "asyncrl.weights.copies",
     "asyncrl.weights.groups",
+    "asyncrl.weights.peer_shard",
+    "asyncrl.weights.peers",
     "asyncrl.weights.receiver",
     "asyncrl.weights.routes",
     "asyncrl.weights.second_copy",

@@ -35,7 +35,7 @@ class LinkingEngine(ScriptedEngine):
 async def job(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
     async for job in started(stage=request.param, strategy="relay", timeout_s=1.0):
         for name in NAMES:
-            job.fleet.engines[name] = LinkingEngine(name)
+            job.fleet.replace(name, LinkingEngine(name))
         yield job
 
 

@@ -1,4 +1,8 @@
-"""The trainer's side of publications against the real coordinator over HTTP; the rest is scripted."""
+"""The trainer's side of publications against the real coordinator over HTTP; the rest is scripted.
+
+The two engines have different numbers of ranks, so that the trainer brings every version, but where a test
+says that they are alike: there one refills the other.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +136,7 @@ class Job:
     async def restart(self, name: str, engine: ScriptedEngine | None = None) -> None:
         self.fleet.engines[name].kill()
         await self.fleet.coordinator.engine_lost(EngineLost(name=name, incarnation=0, reason="killed"))
-        self.fleet.engines[name] = engine or ScriptedEngine(name)
+        self.fleet.replace(name, engine)
         await self.fleet.register(name, incarnation=1)
 
     def has_news(self) -> bool:
@@ -155,9 +159,9 @@ async def overlapping(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
         yield job
 
 
-async def started(**weights: Any) -> AsyncIterator[Job]:
+async def started(*, alike: bool = False, **weights: Any) -> AsyncIterator[Job]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    fleet = Fleet(2)
+    fleet = Fleet(2, alike=alike)
     runner, url = await serve(build_app(fleet.coordinator, "token"), "127.0.0.1", 0)
     yield Job(url, fleet, **weights)
     await runner.cleanup()

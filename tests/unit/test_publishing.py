@@ -55,7 +55,7 @@ async def test_running_requests_are_interrupted_and_new_ones_wait_for_the_new_ve
 
 
 async def test_an_engine_that_fails_is_quarantined_and_the_others_go_on() -> None:
-    fleet = Fleet(2)
+    fleet = Fleet(2, alike=False)
     await fleet.join()
     await fleet.publish(0)
     fleet.engines["engine-1"].fail_next("receive_weights", "digest of bucket 3 differs")
@@ -140,8 +140,8 @@ async def test_an_engine_registers_while_a_publication_is_prepared() -> None:
         await fleet.prepare(0, "engine-0", "engine-1")
 
 
-async def test_a_quarantined_engine_is_refilled_alone() -> None:
-    fleet = Fleet(2)
+async def test_a_quarantined_engine_catches_up_alone() -> None:
+    fleet = Fleet(2, alike=False)
     await fleet.join()
     await fleet.publish(0)
     fleet.engines["engine-1"].fail_next("receive_weights", "digest of bucket 3 differs")
@@ -151,7 +151,7 @@ async def test_a_quarantined_engine_is_refilled_alone() -> None:
     assert not await fleet.engines["engine-1"].ready()
     await fleet.publish(1, "engine-1")
     assert fleet.result.committed == ("engine-1",) and fleet.result.paused_s == {}
-    assert fleet.coordinator.state.publications == 2  # a refill is none
+    assert fleet.coordinator.state.publications == 2  # a catch-up is none
     assert {fleet.status(name) for name in fleet.engines} == {EngineStatus.SERVING}
     assert await fleet.engines["engine-1"].version() == 1
     await fleet.publish(2)
@@ -159,7 +159,7 @@ async def test_a_quarantined_engine_is_refilled_alone() -> None:
 
 
 async def test_an_engine_that_fails_again_and_again_is_lost() -> None:
-    fleet = Fleet(2)
+    fleet = Fleet(2, alike=False)
     await fleet.join()
     await fleet.publish(0)
     for _ in range(MAX_FAILURES):
@@ -177,7 +177,7 @@ async def test_an_engine_that_fails_again_and_again_is_lost() -> None:
 
 
 async def test_an_engine_lost_and_started_again_during_a_publication_catches_up() -> None:
-    fleet = Fleet(2)
+    fleet = Fleet(2, alike=False)
     await fleet.join()
     await fleet.publish(0)
     order = await fleet.prepare(1)
