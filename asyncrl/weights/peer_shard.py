@@ -76,11 +76,13 @@ class Shard:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.names = sorted(parameters)
         self.tensors = [parameters[name].detach() for name in self.names]
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.on_cuda = self.device.type == "cuda"
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if not tensor.is_contiguous() or tensor.element_size() not in (1, 2, 4, 8):
                 raise WeightUpdateError(f"{name} is not contiguous, or of {tensor.dtype}; it cannot be moved")
-        self.on_cuda = any(tensor.is_cuda for tensor in self.tensors)
-        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+            if tensor.device != self.device:
+                raise WeightUpdateError(f"{name} is on {tensor.device}, {self.names[0]} on {self.device}")
 
     @property
     def described(self) -> list[list[object]]:

@@ -27,7 +27,7 @@ async def overlapping(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         while not condition():
             await asyncio.sleep(0.005)
 

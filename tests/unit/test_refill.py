@@ -34,7 +34,7 @@ async def published(num_engines: int, version: int = 0) -> Fleet:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         while not condition():
             await asyncio.sleep(0.005)
 

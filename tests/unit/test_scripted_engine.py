@@ -159,3 +159,24 @@ def test_publishing_needs_a_pause() -> None:
             await publish(ScriptedEngine(), 1)
 
     asyncio.run(run())
+
+
+def test_a_paused_engine_takes_what_another_one_offers() -> None:
+    async def run() -> None:
+        source, target = ScriptedEngine("e5"), ScriptedEngine("e6")
+        await source.update_from_disk("", 3, 1.0)
+        target.peers = {"e5": source}.get
+        with pytest.raises(EngineError, match="engine e5 attests version 3, not 2"):
+            await source.give_weights("group", 2, 1.0)
+        address = await source.give_weights("group", 3, 1.0)
+        assert await source.ready()
+        with pytest.raises(EngineError, match="engine e6 must be paused"):
+            await target.take_weights("group", address, 3, 1.0)
+        await target.pause("abort")
+        with pytest.raises(EngineError, match="engine e6 finds nobody at e5 who offers version 3"):
+            await target.take_weights("another", address, 3, 1.0)
+        assert await target.version() == 0
+        await target.take_weights("group", address, 3, 1.0)
+        assert await target.version() == 3
+
+    asyncio.run(run())

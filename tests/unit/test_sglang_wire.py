@@ -14,6 +14,8 @@ from asyncrl.engines.base import INTERRUPTED, GenerateRequest, Generation, new_r
 from asyncrl.engines.sglang_wire import (
     WireError,
     generate_body,
+    new_weights_body,
+    order_body,
     read_generation,
     read_message,
     read_version,
@@ -127,3 +129,13 @@ def test_a_cut_stream_is_of_the_version_that_its_first_and_newest_event_name() -
     assert generation.finish == INTERRUPTED
     across = read_generation("r", unfinished(3, "5"), unfinished(1, "4"))  # which token is whose is unknown
     assert across.segments == () and across.finish == INTERRUPTED
+
+
+def test_orders_travel_where_sglang_does_not_look() -> None:
+    order = {"action": "give", "version": 3, "timeout_s": 2.0}
+    body = order_body(order, "group")
+    assert json.loads(body["master_address"]) == order
+    assert (body["backend"], body["group_name"], body["world_size"]) == ("asyncrl", "group", 0)
+    body = new_weights_body(order, "group", 3)
+    assert json.loads(body["names"][0]) == order and body["dtypes"] == body["shapes"] == []
+    assert (body["load_format"], body["flush_cache"], body["weight_version"]) == ("asyncrl", True, "3")
