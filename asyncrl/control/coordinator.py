@@ -142,7 +142,7 @@ class Coordinator:
         if not self._state.failure:
             await self._update(failure=reason)
 
-    # --- weight groups and publications: see `Roster`, `Publishing`, `Staging` ---
+    # --- weight groups and publications: see `Roster`, `Publishing`, `Staging`, `Refills` ---
 
     async def join_weight_group(self, order: JoinOrder) -> None:
         await self._roster.join(order)

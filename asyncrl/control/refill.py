@@ -30,9 +30,9 @@ from asyncrl.control.roster import MARGIN_S, Roster, Seat, leave_group, outcome
 from asyncrl.control.steps import Steps
 from asyncrl.types import PolicyVersion
 
-NUM_TIMEOUTS = 2.0
-"""A refill's share of time, in deadlines of one step: a publication that waits for its end must not miss its
-own deadline at the trainer."""
+NUM_TIMEOUTS = 1.5
+"""A refill's share of time, in deadlines of one step: a publication that waits for its end, and for a resume,
+must not miss its own deadline at the trainer."""
 
 
 class Refills:

@@ -41,8 +41,8 @@ Interrupt = Literal[PauseMode, "drain"]
 """What a publication does to running requests: a pause, or a pause once they have ended."""
 
 WeightAction = Literal["connect", "publish", "take"]
-"""A step of the weight receiver: "connect" agrees on the transfer plan, "publish" moves one version, "take"
-puts the version that was staged in the place of the live weights."""
+"""A step of the weight receiver: "connect" agrees on the transfer plan, while the engine samples if it does;
+"publish" moves one version, "take" puts the version that was staged in the place of the live weights."""
 
 StagePlace = Literal["device", "host"]
 """Where a second copy of the weights is: on the engine's device, or in pinned memory of the host."""

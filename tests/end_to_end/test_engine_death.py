@@ -1,4 +1,4 @@
-"""Two real engines: one is killed, the run goes on, the engine comes back with the current version.
+"""Two real engines: one is killed, the run goes on, the engine comes back with the other's version.
 
 Minutes long, so for `make chaos-runs`; a lone engine's death is in test_runs.py, a fleet's in the simulator.
 """
@@ -32,6 +32,12 @@ def paused_engines(run: Run) -> set[str]:
     return {key.removeprefix(prefix) for key in newest if key.startswith(prefix)}
 
 
+def weight_orders(run: Run, name: str) -> list[str]:
+    """What the newest start of an engine was asked to do with weights."""
+    log = (run.directory / "logs/attempt_1" / f"{name}.log").read_text()
+    return re.findall(r"POST /(\w*weights\w*) HTTP", log.rsplit("server_args=", 1)[1])
+
+
 def test_a_killed_engine_comes_back_and_no_sample_is_lost_or_trained_twice(tmp_path: Path) -> None:
     before = shared_memory()
     overrides = ("engine.replicas=2", "train.steps=5000", "weights.verify=false", "rollout.max_new_tokens=64")
@@ -54,6 +60,9 @@ def test_a_killed_engine_comes_back_and_no_sample_is_lost_or_trained_twice(tmp_p
         steps = len(run.steps())
         assert steps - 2 <= int(back[1]) <= steps + 1  # the current version, not the first
         run.wait_until(lambda: paused_engines(run) == {"engine-0", "engine-1"}, 60.0)
+        # The first weights came from the other engine, before it met the trainer in a weight group.
+        first, second = weight_orders(run, name)[:2]
+        assert (first, second) == ("update_weights_from_distributed", "init_weights_update_group")
         pids = run.processes()
         run.process.send_signal(signal.SIGINT)
         assert run.wait(20) == 0, run.output

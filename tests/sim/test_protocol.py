@@ -34,7 +34,7 @@ def test_every_state_of_the_small_scope_is_safe() -> None:
     explored = explore(faults=2, last_version=LAST_VERSION)
     print(f"{explored.num_states} states, {explored.num_steps} steps")
     assert explored.failure == ""
-    assert explored.num_states > 30_000 and explored.num_steps > 2 * explored.num_states
+    assert explored.num_states > 60_000 and explored.num_steps > 2 * explored.num_states
     refills = {"refill a", "refill b", "a gives", "b gives", "the refill is given up", "the refill ends"}
     wanted = refills | {
         "kill a",
