@@ -136,6 +136,6 @@ def test_orders_travel_where_sglang_does_not_look() -> None:
     body = order_body(order, "group")
     assert json.loads(body["master_address"]) == order
     assert (body["backend"], body["group_name"], body["world_size"]) == ("asyncrl", "group", 0)
-    body = new_weights_body(order, "group", 3)
+    body = new_weights_body(order, "group", 3, flush=True)
     assert json.loads(body["names"][0]) == order and body["dtypes"] == body["shapes"] == []
     assert (body["load_format"], body["flush_cache"], body["weight_version"]) == ("asyncrl", True, "3")
