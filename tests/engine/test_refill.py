@@ -1,4 +1,7 @@
-"""A real engine takes the version of another one that samples on, and meets the trainer while it serves."""
+"""A real engine takes the version of another one that samples on, and meets the trainer while it serves.
+
+Two more engines are started for this, so it is for `make chaos-runs`.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ from tests.engine.conftest import (
 )
 from tests.engine.test_generate import PROMPT, TIMEOUT_S
 from tests.engine.test_weights import connect, publish
+
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=["tp1", "tp2"])
