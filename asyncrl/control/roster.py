@@ -131,12 +131,11 @@ class Roster:
         if report.failure:
             work.cancel()
         reason = await outcome(work, 2 * self._timeout_s + MARGIN_S, f"{member.name} did not join")
-        if not self.holds(seat) or seat.work is not work:
-            return f"{member.name} was lost while it joined: {self.fleet.member(member.name).reason}"
-        seat.work = None
         now = self.fleet.member(member.name)
-        if now.status not in (EngineStatus.JOINING, EngineStatus.SERVING):
-            return f"{now.name} is {now.status}, not joining a weight group ({now.reason})"
+        joins = now.status in (EngineStatus.JOINING, EngineStatus.SERVING)
+        if not joins or not self.holds(seat) or seat.work is not work:
+            return f"{now.name} was lost while it joined: {now.reason}"
+        seat.work = None
         reason = report.failure or reason or ("" if report.plan else "the trainer named no plan")
         if reason and now.status is EngineStatus.SERVING:
             await put_out(member.name, reason)
