@@ -131,11 +131,13 @@ class Roster:
         if report.failure:
             work.cancel()
         reason = await outcome(work, 2 * self._timeout_s + MARGIN_S, f"{member.name} did not join")
-        if not self.holds(seat) or seat.work is not work:
-            return f"{member.name} was lost while it joined: {self.fleet.member(member.name).reason}"
+        now = self.fleet.member(member.name)
+        joins = now.status in (EngineStatus.JOINING, EngineStatus.SERVING)
+        if not joins or not self.holds(seat) or seat.work is not work:
+            return f"{now.name} was lost while it joined: {now.reason}"
         seat.work = None
         reason = report.failure or reason or ("" if report.plan else "the trainer named no plan")
-        if reason and self.fleet.member(member.name).status is EngineStatus.SERVING:
+        if reason and now.status is EngineStatus.SERVING:
             await put_out(member.name, reason)
         elif reason or report.plan is None:
             self.fleet = protocol.failed(self.fleet, member.name, reason)
@@ -174,10 +176,10 @@ class Roster:
 
 async def leave_group(seat: Seat) -> None:
     """Let an engine leave its weight group, which is broken, or whose senders are gone."""
-    group, seat.group = seat.group, ""
-    if group:
+    if seat.group:
         with contextlib.suppress(EngineError):  # what matters is the next one
-            await seat.engine.leave_weight_group(group)
+            await seat.engine.leave_weight_group(seat.group)
+    seat.group = ""  # not where the engine did not answer: it may be in it still
 
 
 async def outcome(work: asyncio.Task[None], timeout_s: float, what: str) -> str:
