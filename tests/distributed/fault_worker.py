@@ -98,7 +98,9 @@ def arm_sender(phase: str) -> None:
         die_before(transport_module.BucketSender, "_start", lambda _, bucket, idx, space: idx >= 2)
     else:
         words = {"header": "the header", "digests": "digests"}[phase]
-        die_before(transport_module.BucketSender, "_send_now", lambda _, to, data, name, end: name == words)
+        die_before(
+            transport_module.BucketSender, "_send_to_all", lambda _, to, data, name, end: name == words
+        )
 
 
 def arm_receiver(phase: str) -> None:

@@ -26,7 +26,6 @@ from tests.engine.conftest import (
 from tests.engine.test_generate import PROMPT, TIMEOUT_S
 from tests.engine.test_weights import connect, publish
 
-
 pytestmark = pytest.mark.long
 
 
