@@ -59,11 +59,12 @@ def reach(place: Place, deadline: Deadline) -> Store:
     Raises:
         WeightUpdateError: it is gone.
     """
-    try:  # torch would try again, beyond its deadline
+    try:  # torch would go on trying
         socket.create_connection((place.host, place.port), max(POLL_S, deadline.left_s)).close()
     except OSError as error:
         raise WeightUpdateError(f"the source is gone: {error}") from error
-    return reach_store(place.host, place.port, max(POLL_S, deadline.left_s))
+    # A store that dies meanwhile costs torch its time-out twice: for the connection, and for its first answer.
+    return reach_store(place.host, place.port, max(POLL_S, deadline.left_s / 2))
 
 
 class Shard:

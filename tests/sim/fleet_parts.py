@@ -201,6 +201,8 @@ def check_result(
     for name, seconds in result.paused_s.items():
         engine = engines[name]
         seen = engine.resumed_at - engine.paused_at
+        if seen < 0:  # it was put out since, and paused again
+            continue
         if engine.alive and not seen <= seconds <= seen + 2 * MAX_LATENCY_S:
             history.broken.append(f"{name} was paused {seen:.2f} s, reported {seconds:.2f} s")
 

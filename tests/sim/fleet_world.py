@@ -103,7 +103,8 @@ class FleetWorld:
         except (TrainerDied, EngineError) as error:
             self.history.end = f"{type(error).__name__}"
             await asyncio.sleep(6 * TIMEOUT_S)
-            if self.coordinator._roster.fleet.flight is not None:
+            flight = self.coordinator._roster.fleet.flight
+            if flight is not None and not flight.source:  # a refill needs no trainer
                 self.history.broken.append("a flight outlives its trainer")
         self.over = True
         for task in self.tasks:
