@@ -214,7 +214,14 @@ def _receive(
             group_name=group_name,
             load_format=load_format,
         )
-    _bring(Order(**json.loads(names[0])), updater, group_name)
+    order = Order(**json.loads(names[0]))
+    try:
+        _bring(order, updater, group_name)
+    except RuntimeError:
+        if order.action == "publish" and group_name in _receivers:
+            # The group is broken. Senders that wait for this engine notice at once, not at their deadline.
+            updater.destroy_weights_update_group(group_name)
+        raise
     return []
 
 

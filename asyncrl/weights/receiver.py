@@ -194,7 +194,10 @@ class Receiver:
         if self._all_agree(failure is None):
             return
         reason = str(failure) if failure is not None else "another rank of this engine failed"
-        raise WeightUpdateError(f"{what}: {reason}") from failure
+        try:
+            raise WeightUpdateError(f"{what}: {reason}") from failure
+        finally:
+            del failure  # a cycle with its own traceback would keep a group open that is left
 
     def _exchange(self, deadline: Deadline) -> None:
         device = transfer_device(self._group).type

@@ -119,6 +119,7 @@ def run_engine(case: FaultCase, engine_idx: int) -> str:
         return f"after {seconds:.1f} s: {reason}"
     receiver.close()
     dist.destroy_process_group(group)
+    del receiver, group  # only now are the connections closed, and the trainer's sends fail
     return come_back(case, parameters, engine_idx)
 
 

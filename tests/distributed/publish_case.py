@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.weights.engine_layout import engine_shards
 from asyncrl.weights.groups import host_store
@@ -78,6 +79,7 @@ class Case:
                     for tp_rank in range(self.engines[0])
                 ]
             )
+        dist.barrier()
         publisher.link(names, number, self.link)
 
     @property
