@@ -63,8 +63,9 @@ def reach(place: Place, deadline: Deadline) -> Store:
         socket.create_connection((place.host, place.port), max(POLL_S, deadline.left_s)).close()
     except OSError as error:
         raise WeightUpdateError(f"the source is gone: {error}") from error
-    # A store that dies meanwhile costs torch its time-out twice: for the connection, for its first answer.
-    return reach_store(place.host, place.port, max(POLL_S, deadline.left_s / 2))
+    # torch may need five seconds to connect. A store that dies just now costs it its time-out twice: for the
+    # connection, and for its first answer.
+    return reach_store(place.host, place.port, max(POLL_S, deadline.left_s))
 
 
 class Shard:
