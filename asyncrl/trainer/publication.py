@@ -41,7 +41,7 @@ from asyncrl.engines.base import StagePlace
 from asyncrl.trainer.collectives import broadcast_json
 from asyncrl.trainer.meetings import Meetings, control_deadline_s
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.publisher import Publisher, Sending
+from asyncrl.weights.publisher import Publisher, PublishStats, Sending
 
 MAX_LOOKS = 20
 """How often the engines may change between the look at them and the order that follows from it."""
@@ -135,17 +135,17 @@ class PolicyPublisher:
         told = broadcast_json(_outcome(flight) if flight.result else None)
         result = PublicationResult.model_validate(told["result"]) if told["result"] else None
         stats = self._publisher.finish(flight.sending, taken_by=result.committed if result else ())
-        together = flight.sending.together & {failure.engine for failure in stats.failures}
-        if together:
-            reasons = [failure.reason for failure in stats.failures if failure.engine in together]
-            self._meetings.links.distrust(reasons[0])
+        # The engines know what became of it: this side may have sent all before it could notice a death.
+        missed = flight.sending.together - set(result.committed if result else ())
+        if missed:
+            self._meetings.links.distrust(_first_reason(missed, stats, result) or told["error"])
         for failure in stats.failures:
             self._meetings.leave(failure.engine)
             if self._control:
                 report = EngineFailed(name=failure.engine, reason=failure.reason)
                 self._control.post("weights/failed", report, timeout_s=control_deadline_s(self._config))
         if result is None and not flight.alone:
-            if not together:
+            if not missed:
                 raise ControlError(told["error"])
             # Engines that pass weights on fail together; each by itself may take them.
             self._flight = self._begin(flight.version, alone=False, again=flight.sending)
@@ -156,7 +156,7 @@ class PolicyPublisher:
             time.monotonic() - started,
             stats.seconds,
             stats.bytes_received_total,
-            len(flight.sending.together - together),
+            len(flight.sending.together - missed),
             result.paused_s if result else {},
         )
 
@@ -244,6 +244,12 @@ class PolicyPublisher:
         path = "weights/land" if staged else "weights/commit"
         answer = control.post(path, message, timeout_s=control_deadline_s(self._config))
         return PublicationResult.model_validate(answer)
+
+
+def _first_reason(missed: set[str], stats: PublishStats, result: PublicationResult | None) -> str:
+    """Why the first of these engines did not take a version, as far as anybody said so."""
+    told = {failure.engine: failure.reason for failure in stats.failures} | (result.failed if result else {})
+    return next((told[name] for name in sorted(missed) if name in told), "")
 
 
 def _outcome(flight: _Flight) -> dict[str, Any]:

@@ -97,3 +97,24 @@ async def test_an_engine_that_refuses_to_be_linked_is_named(
     await job.start()
     assert "engine engine-0 has other things to do" in caplog.text
     assert job.transport.linked == () and job.serving() == dict.fromkeys(NAMES, 0)
+
+
+async def test_a_link_that_only_its_engines_saw_fail_is_given_up_too(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    await job.start()
+    for name in NAMES:  # the trainer has sent all that they miss
+        job.fleet.engines[name].fail_next("receive_weights", "lacks what engine-9 had to pass on")
+    await job.do(job.publisher.publish, 1)
+    assert job.serving() == dict.fromkeys(NAMES, 1)
+    assert job.transport.sent_again == [1] and job.transport.linked == ()
+    assert "lacks what engine-9 had to pass on" in caplog.text
+
+
+async def test_a_linked_engine_that_fails_alone_is_not_linked_again(job: Job) -> None:
+    await job.start()
+    job.fleet.engines["engine-1"].fail_next("receive_weights", "did not verify its stripe")
+    await job.do(job.publisher.publish, 1)
+    assert job.serving()["engine-0"] == 1 and job.transport.sent_again == []
+    await job.do(job.publisher.publish, 2)
+    assert job.serving() == dict.fromkeys(NAMES, 2) and job.transport.links == [1]
