@@ -25,8 +25,8 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from asyncrl.weights.wire import (
 
 BUCKET_BYTES = 64 << 20
 UNABLE = 1 << 20  # more than any port
-LEFT = "left"  # in the store: how many ranks of the source have
+LEFT = "left"  # in the store: a key for each rank of the source that has
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +94,11 @@ class Offer:
 
     def _leave(self, store: Store, deadline: Deadline) -> None:
         """The store lives as long as a rank may need it."""
-        num_left = store.add(LEFT, 1)
-        while self._store is not None and num_left < self._num_ranks and deadline.left_s > 0:
-            time.sleep(10 * POLL_S)
-            num_left = store.add(LEFT, 0)
+        store.set(f"{LEFT}/{self._place.tp_rank}", "1")
+        if self._store is not None:
+            everybody = [f"{LEFT}/{rank}" for rank in range(self._num_ranks)]
+            with contextlib.suppress(RuntimeError):  # one died, or has no time left
+                store.wait(everybody, timedelta(seconds=max(POLL_S, deadline.left_s)))
 
     def _give(self, group: dist.ProcessGroup, deadline: Deadline) -> None:
         manifest = {

@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -269,7 +269,8 @@ def roles_of(case: FaultCase, directory: Path) -> dict[str, Callable[[], None]]:
     return {f"{prefix}.{role}": partial(report, case, role, do, directory) for role, do in work.items()}
 
 
-if __name__ == "__main__":
+def run_cases(roles_of: Callable[[FaultCase, Path], dict[str, Callable[[], None]]]) -> NoReturn:
+    """All cases of the directory in the first argument, a few at a time."""
     torch.set_num_threads(1)
     into = Path(sys.argv[1])
     cases = [FaultCase(fields) for fields in json.loads((into / "cases.json").read_text())]
@@ -280,3 +281,7 @@ if __name__ == "__main__":
             roles |= roles_of(case, into)
         failed += run_roles(roles, into)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    run_cases(roles_of)

@@ -9,23 +9,19 @@ pass on. They leave, are met again and get version 1 one by one, are linked anew
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from asyncrl.weights import receiver as receiver_module
 from asyncrl.weights.publisher import EngineEndpoint, Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.wire import Deadline, WeightUpdateError
-from tests.distributed.fault_worker import CASES_AT_ONCE, FaultCase, die_before, report
-from tests.distributed.forked import run_roles
+from tests.distributed.fault_worker import FaultCase, die_before, report, run_cases
 from tests.distributed.publish_case import TIMEOUT_S
 from tests.distributed.publish_worker import (
     all_agree,
@@ -146,13 +142,4 @@ def roles_of(case: FaultCase, directory: Path) -> dict[str, Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    into = Path(sys.argv[1])
-    cases = [FaultCase(fields) for fields in json.loads((into / "cases.json").read_text())]
-    failed: list[str] = []
-    for first in range(0, len(cases), CASES_AT_ONCE):
-        roles: dict[str, Callable[[], None]] = {}
-        for case in cases[first : first + CASES_AT_ONCE]:
-            roles |= roles_of(case, into)
-        failed += run_roles(roles, into)
-    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+    run_cases(roles_of)

@@ -108,6 +108,19 @@ async def until_ready(running: RunningEngine) -> None:
         await engine.close()
 
 
+@contextlib.contextmanager
+def one_more_engine(
+    model: Path, directory: Path, *, tp_size: int, extra: tuple[str, ...] = ()
+) -> Iterator[RunningEngine]:
+    """An engine beside those that all tests share."""
+    engine = start_engine(model, directory, tp_size=tp_size, extra=extra)
+    try:
+        asyncio.run(until_ready(engine))
+        yield engine
+    finally:
+        engine.kill()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The test that kills an engine comes after all that use it."""
     items.sort(key=lambda item: item.path.name == "test_death.py")

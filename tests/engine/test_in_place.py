@@ -5,7 +5,6 @@ It has no prefix cache, so it is an engine of its own, for `make chaos-runs`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from tests.engine.conftest import (
     Reference,
     RunningEngine,
     assert_logprobs_equal,
-    start_engine,
+    one_more_engine,
     trainer_of_one_rank,
-    until_ready,
 )
 from tests.engine.test_generate import PROMPT, TIMEOUT_S, greedy, start
 from tests.engine.test_weights import connect, publish
@@ -32,12 +30,8 @@ def uncached(
     model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningEngine]:
     directory = tmp_path_factory.mktemp("uncached")
-    engine = start_engine(model_dirs[0], directory, tp_size=1, extra=("--disable-radix-cache",))
-    try:
-        asyncio.run(until_ready(engine))
+    with one_more_engine(model_dirs[0], directory, tp_size=1, extra=("--disable-radix-cache",)) as engine:
         yield engine
-    finally:
-        engine.kill()
 
 
 @torch.no_grad()

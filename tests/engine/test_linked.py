@@ -23,9 +23,8 @@ from tests.engine.conftest import (
     Reference,
     RunningEngine,
     assert_logprobs_equal,
-    start_engine,
+    one_more_engine,
     trainer_of_one_rank,
-    until_ready,
 )
 from tests.engine.test_generate import PROMPT, start
 from tests.engine.test_weights import connect
@@ -35,12 +34,8 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def twin(model_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    engine = start_engine(model_dirs[0], tmp_path_factory.mktemp("twin"), tp_size=2)
-    try:
-        asyncio.run(until_ready(engine))
+    with one_more_engine(model_dirs[0], tmp_path_factory.mktemp("twin"), tp_size=2) as engine:
         yield engine
-    finally:
-        engine.kill()
 
 
 async def link(

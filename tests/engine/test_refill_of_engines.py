@@ -19,9 +19,8 @@ from tests.engine.conftest import (
     Reference,
     RunningEngine,
     assert_logprobs_equal,
-    start_engine,
+    one_more_engine,
     trainer_of_one_rank,
-    until_ready,
 )
 from tests.engine.test_generate import PROMPT, TIMEOUT_S
 from tests.engine.test_weights import connect, publish
@@ -38,12 +37,9 @@ def pair(
 ) -> Iterator[tuple[RunningEngine, RunningEngine]]:
     """An engine that serves, and another of as many ranks that was just started."""
     source = running_engines[request.param]
-    target = start_engine(model_dirs[0], tmp_path_factory.mktemp("peer"), tp_size=source.tp_size)
-    try:
-        asyncio.run(until_ready(target))
+    directory = tmp_path_factory.mktemp("peer")
+    with one_more_engine(model_dirs[0], directory, tp_size=source.tp_size) as target:
         yield source, target
-    finally:
-        target.kill()
 
 
 @pytest.fixture
