@@ -7,13 +7,13 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 
+#include "reshard/ahead.h"
 #include "reshard/row_moves.h"
 
 namespace asyncrl::reshard {
 namespace {
 
 constexpr int64_t kLanes = 8;
-constexpr int64_t kAheadBytes = 4096;  // of the source, asked for before it is needed
 
 inline __m256i load_vector(const std::byte* address) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
@@ -117,38 +117,18 @@ struct Sums {
   }
 };
 
-// What to ask for ahead of its use: the source bytes that follow kAheadBytes later, in this row or
-// in a later one. Short rows with gaps no longer than themselves are asked for gaps and all: one
-// straight stream is worth more to the memory than the bytes saved.
-struct Ahead {
-  int64_t in_row, over_edge;  // distances
-  int64_t edge;               // bytes of a row after which the second distance holds
-  int pace;                   // 1: two bytes further for every byte moved
-
-  Ahead(const Rows& rows, int64_t row_bytes) {
-    const int64_t rest = kAheadBytes % row_bytes, stride = rows.source_stride;
-    const bool straight = row_bytes < 2048 && stride > row_bytes && stride <= 2 * row_bytes;
-    pace = straight ? 1 : 0;
-    in_row = straight ? 2 * kAheadBytes : kAheadBytes / row_bytes * stride + rest;
-    over_edge = straight ? in_row : in_row + stride - row_bytes;
-    edge = row_bytes - rest;
-  }
-  void fetch(const std::byte* row, int64_t offset) const {
-    _mm_prefetch(row + (offset << pace) + (offset < edge ? in_row : over_edge), _MM_HINT_NTA);
-  }
-};
-
 template <RowMove kMove>
 class Run {
  public:
   static constexpr int64_t kPerUnit = kUnitBytes / Move<kMove>::kWire;
   static constexpr int64_t kSource = kPerUnit * Move<kMove>::kSource;  // bytes per unit
   static constexpr int64_t kTarget = kPerUnit * Move<kMove>::kTarget;
+  static constexpr int64_t kPerLine = kLine / kSource;  // units
   static constexpr bool kCanStream = kTarget * kLanes >= 32;
 
   // At least kLanes units, all of them below the same multiple of 2^32.
   template <bool kStream>
-  static void move(Sums& sums, const Ahead& ahead, const std::byte* source, std::byte* target,
+  static void move(Sums& sums, Ahead<>& ahead, const std::byte* source, std::byte* target,
                    int64_t count, uint64_t unit) {
     int64_t done = 0;
     if constexpr (kStream) {
@@ -157,18 +137,39 @@ class Run {
     }
     __m256i seeds = seeds_from(unit + static_cast<uint64_t>(done));
     const __m256i step = _mm256_set1_epi32(int(kKeyStep * kLanes));
-    for (; done + kLanes <= count; done += kLanes) {
-      ahead.fetch(source, done * kSource);
+    const auto move_next = [&] {
       sums.add(move_vector<kMove, kStream>(source + done * kSource, target + done * kTarget),
                seeds);
       seeds = _mm256_add_epi32(seeds, step);
+      done += kLanes;
+    };
+    const auto move_line = [&] {
+      for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next();
+    };
+    if (ahead.line.holds()) {
+      while (done + kPerLine <= count) {
+        ahead.line.ask(source, done * kSource);
+        move_line();
+      }
     }
+    int64_t asked = 0;
+    while (ahead.pieces.is_live() && done + kPerLine <= count) {
+      const int64_t lines = std::min((count - done) / kPerLine, ahead.pieces.lines_left());
+      for (int64_t line = 0; line < lines; ++line) {
+        ahead.pieces.ask(line);
+        move_line();
+      }
+      ahead.pieces.asked(lines);
+      asked += lines * kLine;
+    }
+    while (done + kLanes <= count) move_next();
     if (done < count) {
       const int64_t first = count - kLanes;
       const __m256i counted =
           _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done - first - 1)));
       masked(sums, source, target, first, unit, counted, kLanes);
     }
+    ahead.pieces.row_moved(asked);
   }
 
   static bool can_align(const std::byte* target) {
@@ -197,12 +198,13 @@ uint64_t move_rows(const Rows& rows) {
   Sums sums;
   uint64_t others = 0;
   const bool past_cache = rows.past_cache;
-  const Ahead ahead(rows, rows.elements * Move<kMove>::kSource);
+  Ahead<> ahead(rows, rows.elements * Move<kMove>::kSource);
   const uint64_t ends = for_each_row<kMove>(
       rows, [&](const std::byte* source, std::byte* target, int64_t count, uint64_t unit) {
         const bool crosses = (unit >> 32) != ((unit + static_cast<uint64_t>(count) - 1) >> 32);
         if (count < kLanes || crosses) {
           others += move_units<kMove>(source, target, count, unit);
+          ahead.pieces.row_moved(0);
           return;
         }
         if constexpr (Run<kMove>::kCanStream) {

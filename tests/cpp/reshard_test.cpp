@@ -3,14 +3,17 @@
 // at a time. Prints the first mismatch.
 //
 // usage: reshard_test PROGRAMS
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "reshard/ahead.h"
 #include "reshard/cuda_program.h"
 #include "reshard/program.h"
 #include "reshard/rows.h"
@@ -206,11 +209,74 @@ void follow_moved_parameters() {
   }
 }
 
+// Writes down when each line of the source was first asked for.
+struct AskedLines {
+  static inline std::unordered_map<int64_t, int64_t> at;  // line: bytes copied by then
+  static inline int64_t copied = 0;
+  static void line(const std::byte* address) {
+    at.try_emplace(reinterpret_cast<intptr_t>(address) / 64, copied);
+  }
+};
+
+// Follows the copy of `rows` rows: nearly every line must have been asked for long enough before it
+// is copied, and not so long that the cache has dropped it; and hardly any that is not copied.
+void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
+  constexpr int64_t kSettled = 3 * 6 * 16384, kSoonest = 1024, kLongest = kSettled;
+  constexpr intptr_t kSource = intptr_t{1} << 40;
+  Rows moved = {};
+  moved.source = reinterpret_cast<const std::byte*>(kSource);
+  moved.source_stride = stride, moved.rows = rows;
+  AskedLines::at.clear();
+  Ahead<AskedLines> ahead(moved, row_bytes);
+  int64_t lines = 0, in_time = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t done = 0;
+    for (; ahead.line.holds() && done + kLine <= row_bytes; done += kLine) {
+      AskedLines::copied = row * row_bytes + done;
+      ahead.line.ask(moved.source + row * stride, done);
+    }
+    while (ahead.pieces.is_live() && done + kLine <= row_bytes) {
+      const int64_t count = std::min((row_bytes - done) / kLine, ahead.pieces.lines_left());
+      for (int64_t line = 0; line < count; ++line) {
+        AskedLines::copied = row * row_bytes + done + line * kLine;
+        ahead.pieces.ask(line);
+      }
+      ahead.pieces.asked(count);
+      done += count * kLine;
+    }
+    AskedLines::copied = (row + 1) * row_bytes;
+    if (!ahead.line.holds()) ahead.pieces.row_moved(done);
+    for (int64_t byte = 0; byte < row_bytes; byte += kLine) {
+      if (row * row_bytes + byte < kSettled) continue;
+      const auto asked = AskedLines::at.find((kSource + row * stride + byte) / kLine);
+      const int64_t lead =
+          asked == AskedLines::at.end() ? 0 : row * row_bytes + byte - asked->second;
+      lines += 1, in_time += lead >= kSoonest && lead <= kLongest;
+    }
+  }
+  require(lines > 0 && in_time >= lines * 9 / 10,
+          "%ld rows of %ld, stride %ld: %ld of %ld lines were asked for in time", rows, row_bytes,
+          stride, in_time, lines);
+  const auto asked = static_cast<int64_t>(AskedLines::at.size());
+  const bool is_straight = stride <= 2 * row_bytes && row_bytes < 2048;
+  const int64_t reached = rows * (is_straight ? stride : row_bytes + 2 * kLine);
+  require(asked * kLine <= reached + kSettled, "%ld rows of %ld, stride %ld: %ld lines asked for",
+          rows, row_bytes, stride, asked);
+}
+
+void ask_ahead() {
+  for (const int64_t row_bytes : {256, 512, 1000, 2048, 2500, 4096, 4100, 12345, 20000, 100000})
+    for (const int64_t gap : {0, 64, 1000, 4096, 50000})
+      ask_for_what_follows((4 << 20) / row_bytes, row_bytes, row_bytes + gap);
+  ask_for_what_follows(1, 4 << 20, 4 << 20);
+}
+
 int main(int argc, char** argv) {
   const int trials = argc > 1 ? std::atoi(argv[1]) : 300;
   refuse_bad_programs();
   refuse_misaligned_buckets();
   follow_moved_parameters();
+  ask_ahead();
   const MoveRows best = best_move_rows();
   for (int trial = 0; trial < 20 * trials; ++trial) {
     compare_rows(trial, move_rows_portable, "portable");
