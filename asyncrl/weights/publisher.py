@@ -23,13 +23,14 @@ import torch.distributed as dist
 
 from asyncrl.weights.collective import exchange_layouts
 from asyncrl.weights.cost import Strategy
+from asyncrl.weights.delivery import Target
 from asyncrl.weights.geometry import ModelError, ModelGeometry
 from asyncrl.weights.handshake import Handshake, Meeting
 from asyncrl.weights.layout import ShardLayout
 from asyncrl.weights.plan import TransferPlan
 from asyncrl.weights.routes import Linked
 from asyncrl.weights.sending import Parcel, Sending, exchange_outcomes, failures_anywhere
-from asyncrl.weights.transport import BucketSender, EngineEndpoint, LinkedBy, Target, Version
+from asyncrl.weights.transport import BucketSender, EngineEndpoint, LinkedBy, Version
 from asyncrl.weights.wire import NO_BASE, WeightUpdateError
 
 __all__ = ["EngineEndpoint", "EngineFailure", "PublishStats", "Publisher", "Sending", "Strategy"]

@@ -248,8 +248,11 @@ class Receiver:
         route: Route = Direct(self._group, deadline)
         if header.link != NO_LINK:
             route = route_over(self._group, self._link, header.link, deadline)
-        digests = self._receive_buckets(deadline, target, route, as_changes=header.base != NO_BASE)
-        self._verify(digests, senders, deadline)
+        received, failure = self._receive_buckets(deadline, target, route, header.base != NO_BASE)
+        sent = self._receive_digests(senders, deadline)
+        if failure:
+            raise WeightUpdateError(failure)
+        self._verify(received, sent)
 
     def _check_header(self, sender: int, version: int, held: int, deadline: Deadline) -> Header:
         """Returns what the sender announces: changes of which version, and over which link."""
@@ -268,8 +271,11 @@ class Receiver:
 
     def _receive_buckets(
         self, deadline: Deadline, target: Sequence[torch.Tensor], route: Route, as_changes: bool
-    ) -> torch.Tensor:
-        """Unpack all buckets in the plan's order; returns the digest of each parameter as it arrived."""
+    ) -> tuple[torch.Tensor, str]:
+        """Unpack all buckets in the plan's order.
+
+        Returns the digest of each parameter as it arrived, and which replica failed, if one did, and how.
+        """
         device = transfer_device(self._group)
         digests = torch.zeros(len(self._order), dtype=torch.int64, device=device)
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
@@ -283,12 +289,12 @@ class Receiver:
                 space = spaces[bucket_idx % 2, : bucket.num_bytes_of(counts[-1])]
                 route.begin(bucket_idx, bucket.sender, space)
             if bucket_idx > 0:
-                route.complete(bucket_idx - 1)
+                is_whole = route.complete(bucket_idx - 1)
                 bucket, space = self._buckets[bucket_idx - 1], spaces[(bucket_idx - 1) % 2]
-                whole = bucket.whole(self._order, space, counts[bucket_idx - 1], held)
-                bucket.copies.unpack(target, whole, digests)
-        route.finish()
-        return digests
+                if is_whole:
+                    packed = bucket.whole(self._order, space, counts[bucket_idx - 1], held)
+                    bucket.copies.unpack(target, packed, digests)
+        return digests, route.finish()
 
     def _receive_count(self, bucket_idx: int, deadline: Deadline) -> int:
         bucket = self._buckets[bucket_idx]
@@ -299,14 +305,18 @@ class Receiver:
             raise WeightUpdateError(f"sender {bucket.sender} announced {int(count)} changes in a bucket")
         return int(count)
 
-    def _verify(self, received: torch.Tensor, senders: Sequence[int], deadline: Deadline) -> None:
-        expected = torch.zeros_like(received)
+    def _receive_digests(self, senders: Sequence[int], deadline: Deadline) -> torch.Tensor:
+        """The sum over all senders."""
+        total = torch.zeros(len(self._order), dtype=torch.int64, device=transfer_device(self._group))
         for sender in senders:
-            part = torch.zeros_like(received)
+            part = torch.zeros_like(total)
             what = f"waiting for the digests of sender {sender}"
             deadline.wait(start_receive(self._group, sender, part), what)
-            expected += part
-        wrong = (received != expected).nonzero().flatten().tolist()
+            total += part
+        return total
+
+    def _verify(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        wrong = (received != sent).nonzero().flatten().tolist()
         if wrong:
             raise WeightUpdateError(
                 f"{self._names[wrong[0]]} did not arrive as it was sent"

@@ -9,14 +9,18 @@ rank: rank j of every replica is in one group, whose ranks are the replicas. Ove
 trainer once, whatever the number of replicas.
 
 All ranks of a link pass the same buckets on in the plan's order, and a sender is at most two buckets ahead,
-so nobody waits in a circle. A replica that fails fails its whole link: the digests, which each rank has from
-the senders themselves, show what was passed on wrong. This module runs inside the engine's process.
+so nobody waits in a circle. A replica that fails fails its whole link: whoever notices leaves it, so that the
+others notice too, and takes only what the senders still send, so that they do not wait for a replica that is
+well. The digests, which each rank has from the senders themselves, show what was passed on wrong. This module
+runs inside the engine's process.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -66,6 +70,7 @@ class Link:
         self._tp_rank = tp_rank
         self._group: dist.ProcessGroup | None = None
         self._failure = ""
+        self._leaving = threading.Lock()
         self._thread = threading.Thread(target=self._join, args=(before,), name=order.name, daemon=True)
         self._thread.start()
 
@@ -95,9 +100,10 @@ class Link:
         return self._group
 
     def close(self) -> None:
-        """Leave it, once joining has ended one way or the other; that has a deadline."""
+        """Leave it, once joining has ended one way or the other; that has a deadline. Any thread may."""
         self._thread.join()
-        group, self._group = self._group, None
+        with self._leaving:
+            group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -109,12 +115,16 @@ class Route(Protocol):
         """Begin to fill ``space``, uint8, which the last but one bucket may have used."""
         ...
 
-    def complete(self, bucket_idx: int) -> None:
-        """Wait until the bucket is whole, and pass on what others need of it."""
+    def complete(self, bucket_idx: int) -> bool:
+        """Wait for the bucket, and pass on what others need of it; returns whether it is whole.
+
+        Raises:
+            WeightUpdateError: a sender did not send it.
+        """
         ...
 
-    def finish(self) -> None:
-        """Wait until all that was passed on has left."""
+    def finish(self) -> str:
+        """Wait until all that was passed on has left; returns which replica failed, if one did, and how."""
         ...
 
 
@@ -139,14 +149,40 @@ class Direct:
         work = start_receive(self._trainer, sender, space) if len(space) else None
         self._coming[bucket_idx] = _Coming(sender, space, work)
 
-    def complete(self, bucket_idx: int) -> None:
+    def complete(self, bucket_idx: int) -> bool:
         coming = self._coming.pop(bucket_idx)
         if coming.work is not None:
             what = f"waiting for bucket {bucket_idx} of sender {coming.sender}"
             self._deadline.wait(coming.work, what)
+        return True
 
-    def finish(self) -> None:
-        """Nothing is passed on."""
+    def finish(self) -> str:
+        return ""
+
+
+class _Replicas:
+    """The same ranks of other engines, until one of them fails."""
+
+    def __init__(self, link: Link, deadline: Deadline) -> None:
+        self.own, self.count = link.order.replica, link.order.num_replicas
+        self.failure = ""
+        self._link = link
+        self._group: dist.ProcessGroup | None = link.group(deadline)
+
+    def attempt(self, action: Callable[[dist.ProcessGroup], None]) -> bool:
+        """Do something with them, unless one has failed; where that fails, leave them.
+
+        Returns whether all is well. Connections are closed with the last reference to their group, so no
+        caller may keep works of one that has failed.
+        """
+        if self._group is None:
+            return False
+        try:
+            action(self._group)
+        except WeightUpdateError as error:
+            self.failure, self._group = str(error), None
+            self._link.close()
+        return not self.failure
 
 
 class Relay:
@@ -154,30 +190,34 @@ class Relay:
 
     def __init__(self, trainer: dist.ProcessGroup, link: Link, deadline: Deadline) -> None:
         self._trainer = trainer
-        self._replicas = link.group(deadline)
-        self._own, self._count = link.order.replica, link.order.num_replicas
+        self._replicas = _Replicas(link, deadline)
         self._deadline = deadline
         self._coming: dict[int, _Coming] = {}
 
     def begin(self, bucket_idx: int, sender: int, space: torch.Tensor) -> None:
-        part = stripe(space, self._own, self._count)
+        part = stripe(space, self._replicas.own, self._replicas.count)
         work = start_receive(self._trainer, sender, part) if len(part) else None
         self._coming[bucket_idx] = _Coming(sender, space, work)
 
-    def complete(self, bucket_idx: int) -> None:
+    def complete(self, bucket_idx: int) -> bool:
         coming = self._coming.pop(bucket_idx)
         if coming.work is not None:
-            what = f"waiting for stripe {self._own} of bucket {bucket_idx} of sender {coming.sender}"
+            own = self._replicas.own
+            what = f"waiting for stripe {own} of bucket {bucket_idx} of sender {coming.sender}"
             self._deadline.wait(coming.work, what)
-        stripes = {replica: stripe(coming.space, replica, self._count) for replica in range(self._count)}
-        own = stripes.pop(self._own)
+        return self._replicas.attempt(lambda group: self._exchange(group, bucket_idx, coming.space))
+
+    def _exchange(self, group: dist.ProcessGroup, bucket_idx: int, space: torch.Tensor) -> None:
+        count = self._replicas.count
+        stripes = {replica: stripe(space, replica, count) for replica in range(count)}
+        own = stripes.pop(self._replicas.own)
         sends = dict.fromkeys(stripes, own) if len(own) else {}
         receives = {replica: part for replica, part in stripes.items() if len(part)}
-        for work in start_exchange(self._replicas, sends, receives):
+        for work in start_exchange(group, sends, receives):
             self._deadline.wait(work, f"exchanging bucket {bucket_idx} with the other replicas")
 
-    def finish(self) -> None:
-        """Every exchange is complete when its bucket is."""
+    def finish(self) -> str:
+        return self._replicas.failure
 
 
 class Broadcast:
@@ -185,35 +225,68 @@ class Broadcast:
 
     def __init__(self, trainer: dist.ProcessGroup, link: Link, deadline: Deadline) -> None:
         self._trainer = trainer
-        self._replicas = link.group(deadline)
-        self._own, self._last = link.order.replica, link.order.num_replicas - 1
+        self._replicas = _Replicas(link, deadline)
+        self._is_first = self._replicas.own == 0
+        self._is_last = self._replicas.own == self._replicas.count - 1
         self._deadline = deadline
         self._coming: dict[int, list[_Coming]] = {}
         self._leaving: dict[int, list[dist.Work]] = {}
 
     def begin(self, bucket_idx: int, sender: int, space: torch.Tensor) -> None:
-        self._await_passing(bucket_idx - 2)  # it shares its space with this one
-        upstream = (self._replicas, self._own - 1) if self._own else (self._trainer, sender)
-        self._coming[bucket_idx] = [
-            _Coming(sender, chunk, start_receive(*upstream, chunk)) for chunk in chunks(space)
-        ]
+        # It shares its space with the last but one.
+        self._with_replicas(lambda _: self._await_passing(bucket_idx - 2))
+        coming: list[_Coming] = []
 
-    def complete(self, bucket_idx: int) -> None:
-        leaving = self._leaving.setdefault(bucket_idx, [])
+        def start(group: dist.ProcessGroup, giver: int) -> None:
+            coming.extend(_Coming(sender, part, start_receive(group, giver, part)) for part in chunks(space))
+
+        if self._is_first:
+            start(self._trainer, sender)
+        elif not self._with_replicas(lambda group: start(group, self._replicas.own - 1)):
+            coming.clear()
+        self._coming[bucket_idx] = coming
+
+    def complete(self, bucket_idx: int) -> bool:
         for coming in self._coming.pop(bucket_idx):
-            giver = f"replica {self._own - 1}" if self._own else f"sender {coming.sender}"
-            assert coming.work is not None, "no chunk is empty"
-            self._deadline.wait(coming.work, f"waiting for bucket {bucket_idx} of {giver}")
-            if self._own < self._last:
-                leaving.append(start_send(self._replicas, self._own + 1, coming.space))
+            if self._is_first:
+                self._await(coming, bucket_idx, f"sender {coming.sender}")
+                self._with_replicas(partial(self._pass_on, bucket_idx, coming))
+            else:
+                self._with_replicas(partial(self._take, bucket_idx, coming))
+        return not self._replicas.failure
 
-    def finish(self) -> None:
-        for bucket_idx in sorted(self._leaving):
-            self._await_passing(bucket_idx)
+    def finish(self) -> str:
+        def await_all(_: dist.ProcessGroup) -> None:
+            for bucket_idx in sorted(self._leaving):
+                self._await_passing(bucket_idx)
+
+        self._with_replicas(await_all)
+        return self._replicas.failure
+
+    def _with_replicas(self, action: Callable[[dist.ProcessGroup], None]) -> bool:
+        if self._replicas.attempt(action):
+            return True
+        self._leaving.clear()
+        if not self._is_first:
+            self._coming = {bucket_idx: [] for bucket_idx in self._coming}
+        return False
+
+    def _take(self, bucket_idx: int, coming: _Coming, group: dist.ProcessGroup) -> None:
+        self._await(coming, bucket_idx, f"replica {self._replicas.own - 1}")
+        self._pass_on(bucket_idx, coming, group)
+
+    def _await(self, coming: _Coming, bucket_idx: int, giver: str) -> None:
+        assert coming.work is not None, "no chunk is empty"
+        self._deadline.wait(coming.work, f"waiting for bucket {bucket_idx} of {giver}")
+
+    def _pass_on(self, bucket_idx: int, coming: _Coming, group: dist.ProcessGroup) -> None:
+        if not self._is_last:
+            work = start_send(group, self._replicas.own + 1, coming.space)
+            self._leaving.setdefault(bucket_idx, []).append(work)
 
     def _await_passing(self, bucket_idx: int) -> None:
         for work in self._leaving.pop(bucket_idx, ()):
-            self._deadline.wait(work, f"replica {self._own + 1} taking bucket {bucket_idx}")
+            self._deadline.wait(work, f"replica {self._replicas.own + 1} taking bucket {bucket_idx}")
 
 
 def route_over(

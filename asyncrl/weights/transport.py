@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.weights.copies import BucketCopies
+from asyncrl.weights.delivery import Delivery, Leaving, Target
 from asyncrl.weights.groups import join_at
 from asyncrl.weights.pack import sender_table
 from asyncrl.weights.plan import Bucket, TransferPlan
@@ -41,7 +42,6 @@ from asyncrl.weights.wire import (
     chunks,
     staging,
     start_receive,
-    start_send,
     stripe,
     transfer_device,
 )
@@ -91,14 +91,6 @@ class Version:
 
     version: int
     parameters: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An engine, and the weight group that it shares with the trainer."""
-
-    engine: str
-    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +158,16 @@ class BucketSender:
             WeightUpdateError: names the engine's rank that did not take its part in time.
         """
         deadline = Deadline(timeout_s)
+        delivery = Delivery(self._targets, deadline)
         receivers = sorted({bucket.receiver for bucket, _ in self._buckets})
         number = self._link.number if self._link else NO_LINK
         header = Header(version.version, base.version if base else NO_BASE, number, self._plan.plan_hash)
         for receiver in receivers:
-            self._send_to_all(receiver, header.encode().to(self._device), "the header", deadline)
-        num_bytes, digests = self._send_buckets(version.parameters, deadline, base)
+            self._send_to_all(receiver, header.encode().to(self._device), "the header", delivery)
+        num_bytes, digests = self._send_buckets(version.parameters, delivery, base)
         for receiver in receivers:
-            self._send_to_all(receiver, digests[receiver], "digests", deadline)
+            self._send_to_all(receiver, digests[receiver], "digests", delivery)
+        delivery.require_all()
         failures: dict[str, str] = {}
         if staged and self._is_first:
             for target in self._targets:
@@ -193,7 +187,7 @@ class BucketSender:
                 raise WeightUpdateError(f"{who} could not verify version {version}")
 
     def _send_buckets(
-        self, parameters: Sequence[torch.Tensor], deadline: Deadline, base: Version | None
+        self, parameters: Sequence[torch.Tensor], delivery: Delivery, base: Version | None
     ) -> tuple[int, list[torch.Tensor]]:
         """Returns the bytes sent and, per receiver, the digest of each of its parameters as far as this rank
         has them."""
@@ -204,34 +198,36 @@ class BucketSender:
         largest = max((bucket.num_bytes for bucket, _ in self._buckets), default=0)
         spaces = staging(2, largest, self._device)
         before = staging(1, largest if base else 0, self._device)[0]
-        leaving: list[list[_Leaving]] = []
+        leaving: list[list[Leaving]] = []
         num_bytes = 0
         for bucket_idx, (bucket, copies) in enumerate(self._buckets):
             if bucket_idx >= 2:
-                _finish(leaving[bucket_idx - 2], deadline)
+                delivery.end(leaving[bucket_idx - 2])
             space = spaces[bucket_idx % 2, : bucket.num_bytes]
             copies.pack(parameters, space, digests[bucket.receiver])
             if base is not None:
                 old = before[: bucket.num_bytes]
                 copies.pack(base.parameters, old, torch.zeros_like(digests[bucket.receiver]))
-                space = self._send_size(bucket, old, space, deadline)
-            leaving.append(self._start(bucket, bucket_idx, space))
+                space = self._send_size(bucket, old, space, delivery)
+            leaving.append(self._start(bucket, bucket_idx, space, delivery))
             num_bytes += len(space)
         for pending in leaving[-2:]:
-            _finish(pending, deadline)
+            delivery.end(pending)
         return num_bytes, digests
 
     def _send_size(
-        self, bucket: Bucket, old: torch.Tensor, new: torch.Tensor, deadline: Deadline
+        self, bucket: Bucket, old: torch.Tensor, new: torch.Tensor, delivery: Delivery
     ) -> torch.Tensor:
         """Announce the number of changes, or WHOLE; returns what must follow, which may be nothing."""
         changes = changes_between(old, new)
         count = WHOLE if changes is None else len(changes) // bytes_per_change(len(new))
         size = torch.tensor([count], dtype=torch.int64, device=new.device)
-        self._send_to_all(bucket.receiver, size, "the size of a bucket", deadline)
+        self._send_to_all(bucket.receiver, size, "the size of a bucket", delivery)
         return new if changes is None else changes
 
-    def _start(self, bucket: Bucket, bucket_idx: int, space: torch.Tensor) -> list[_Leaving]:
+    def _start(
+        self, bucket: Bucket, bucket_idx: int, space: torch.Tensor, delivery: Delivery
+    ) -> list[Leaving]:
         """Begin to send a bucket, as `routes` has it arrive; no empty parts."""
         first, count = self._targets[0], len(self._targets)
         if self._link is None:
@@ -240,31 +236,18 @@ class BucketSender:
             parts = [(first, chunk) for chunk in chunks(space)]
         else:
             parts = [(target, stripe(space, idx, count)) for idx, target in enumerate(self._targets)]
-        return [
-            _Leaving(
-                start_send(target.group, self._group_rank(bucket.receiver), part),
-                f"rank {bucket.receiver} of {target.engine} taking bucket {bucket_idx}",
-            )
-            for target, part in parts
-            if len(part)
-        ]
+        leaving: list[Leaving] = []
+        for target, part in parts:
+            if len(part):
+                what = f"rank {bucket.receiver} of {target.engine} taking bucket {bucket_idx}"
+                leaving += delivery.begin(target, self._group_rank(bucket.receiver), part, what)
+        return leaving
 
-    def _send_to_all(self, receiver: int, data: torch.Tensor, name: str, deadline: Deadline) -> None:
+    def _send_to_all(self, receiver: int, data: torch.Tensor, name: str, delivery: Delivery) -> None:
         """To the same rank of every engine."""
         for target in self._targets:
-            work = start_send(target.group, self._group_rank(receiver), data)
-            deadline.wait(work, f"rank {receiver} of {target.engine} taking {name}")
+            what = f"rank {receiver} of {target.engine} taking {name}"
+            delivery.end(delivery.begin(target, self._group_rank(receiver), data, what))
 
     def _group_rank(self, receiver: int) -> int:
         return len(self._plan.senders) + receiver
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    work: dist.Work
-    what: str
-
-
-def _finish(pending: Sequence[_Leaving], deadline: Deadline) -> None:
-    for item in pending:
-        deadline.wait(item.work, item.what)

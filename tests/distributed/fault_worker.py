@@ -55,7 +55,8 @@ class FaultCase(Case):
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__(fields)
-        self.who, self.when = self.fault.split(":")
+        self.who, self.when, *victim = self.fault.split(":")
+        self.victim = int(victim[0]) if victim else 1  # of linked engines
 
     def again(self) -> EngineEndpoint:
         """Where engine 0 is met for the second time."""
@@ -95,7 +96,7 @@ def arm_sender(phase: str) -> None:
     if phase == "connect":  # joined, and gone before the engine is told anything
         die_before(handshake_module.Handshake, "_agree_on_plan", lambda *_: True)
     elif phase == "bucket":
-        die_before(transport_module.BucketSender, "_start", lambda _, bucket, idx, space: idx >= 2)
+        die_before(transport_module.BucketSender, "_start", lambda _, bucket, idx, *rest: idx >= 2)
     else:
         words = {"header": "the header", "digests": "digests"}[phase]
         die_before(

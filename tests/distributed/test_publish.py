@@ -18,7 +18,7 @@ import pytest
 from tests.distributed.forked import run_launcher
 
 LAUNCH_TIMEOUT_S = 240
-NUM_PORTS = 11
+NUM_PORTS = 14
 """Of a case: the trainer's group; each engine's; each weight group; the same two of a newcomer; two links."""
 
 LAYOUTS: list[dict[str, Any]] = [
