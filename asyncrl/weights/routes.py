@@ -104,6 +104,7 @@ class Link:
         self._thread.join()
         with self._leaving:
             group, self._group = self._group, None
+            self._failure = self._failure or "it was left"
         if group is not None:
             dist.destroy_process_group(group)
 

@@ -19,7 +19,7 @@ from tests.distributed.forked import run_launcher
 
 LAUNCH_TIMEOUT_S = 240
 NUM_PORTS = 14
-"""Of a case: the trainer's group; each engine's; each weight group; the same two of a newcomer; two links."""
+"""Of a case: the trainer's group; four engines'; their weight groups; those of who comes back; two links."""
 
 LAYOUTS: list[dict[str, Any]] = [
     {"name": "one-to-one"},
