@@ -96,9 +96,13 @@ def make_tiny(
     ffn_hidden_size: int = 128,
     vocab: int = DEFAULT_VOCAB,
     tied: bool = False,
+    ends: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write a random model of family ``kind`` and its tokenizer into ``directory``, and return it.
+
+    A random model samples each token about once in ``vocab`` tokens, also the one that ends a sample; where
+    not ``ends``, the model declares none, and a sample lasts as long as its request allows.
 
     Raises:
         ValueError: ``vocab`` cannot hold the byte tokenizer, or the family cannot have this head size.
@@ -117,7 +121,7 @@ def make_tiny(
         "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": tied,
-        "eos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id if ends else None,
         "bos_token_id": tokenizer.bos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }

@@ -128,9 +128,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Versions 0 and 1 of a model whose vocabulary (272) needs padding."""
+    """Versions 0 and 1 of a model whose vocabulary (272) needs padding; samples end by their length."""
     directory = tmp_path_factory.mktemp("models")
-    first, second = (make_tiny("qwen3", directory / f"v{seed}", seed=seed) for seed in (0, 1))
+    first, second = (make_tiny("qwen3", directory / f"v{seed}", seed=seed, ends=False) for seed in (0, 1))
     return first, second
 
 

@@ -20,7 +20,7 @@ from tests.engine.conftest import (
     trainer_of_one_rank,
 )
 from tests.engine.test_generate import PROMPT, TIMEOUT_S, greedy, start
-from tests.engine.test_weights import connect, publish
+from tests.engine.test_weights import connected, publish
 
 pytestmark = pytest.mark.long
 
@@ -52,20 +52,18 @@ async def test_a_request_goes_on_over_old_keys_and_values_and_a_new_one_does_not
 ) -> None:
     engine = uncached.client()
     with trainer_of_one_rank(model_dirs[1]) as (publisher, _):
-        endpoint = await connect(engine, publisher)
-        running = await start(engine, GenerateRequest(new_rid(), PROMPT, 400))
-        await engine.pause("in_place")
-        await publish(engine, publisher, endpoint, 1, publisher.plan_hash(engine.name))
-        await engine.resume()
-        generation = await running
-        old, new = generation.segments
-        assert (old.policy_version, new.policy_version) == (0, 1)
-        before = PROMPT + old.token_ids
-        assert_logprobs_equal(list(old.logprobs), references[0].logprobs(before)[len(PROMPT) - 1 :])
-        assert_logprobs_equal(list(new.logprobs), mixed_logprobs(references, before, new.token_ids))
-        fresh = await engine.generate(greedy(40), TIMEOUT_S)  # the same prompt, from version 1 alone
-        expected = references[1].logprobs(PROMPT + fresh.token_ids)[len(PROMPT) - 1 :]
-        assert_logprobs_equal(list(fresh.logprobs), expected)
-        publisher.disconnect(engine.name)
-        await engine.leave_weight_group(endpoint.group_name)
+        async with connected(engine, publisher) as endpoint:
+            running = await start(engine, GenerateRequest(new_rid(), PROMPT, 400))
+            await engine.pause("in_place")
+            await publish(engine, publisher, endpoint, 1, publisher.plan_hash(engine.name))
+            await engine.resume()
+            generation = await running
+            old, new = generation.segments
+            assert (old.policy_version, new.policy_version) == (0, 1)
+            before = PROMPT + old.token_ids
+            assert_logprobs_equal(list(old.logprobs), references[0].logprobs(before)[len(PROMPT) - 1 :])
+            assert_logprobs_equal(list(new.logprobs), mixed_logprobs(references, before, new.token_ids))
+            fresh = await engine.generate(greedy(40), TIMEOUT_S)  # the same prompt, from version 1 alone
+            expected = references[1].logprobs(PROMPT + fresh.token_ids)[len(PROMPT) - 1 :]
+            assert_logprobs_equal(list(fresh.logprobs), expected)
     await engine.close()
