@@ -76,8 +76,8 @@ def device() -> torch.device:
 def initialize(layout: ParallelLayout, seed: int, timeout_s: float) -> RankInfo:
     """Join the job that torchrun (or srun) started, and cut it by ``layout``.
 
-    May be called again with another layout of at most the same size: tests do so. Ranks beyond
-    ``layout.world_size`` are refused.
+    May be called again with another layout of the same size: tests do so. It ends the groups of the layout
+    before, with which nothing can be computed from then on.
 
     Args:
         seed: of the random number generators; the same on every rank.
@@ -97,7 +97,7 @@ def initialize(layout: ParallelLayout, seed: int, timeout_s: float) -> RankInfo:
             f" x dp {layout.dp} needs {layout.world_size}"
         )
     if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+        _leave_groups()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -122,6 +122,14 @@ def rank_info() -> RankInfo:
         is_first_stage=pp_rank == 0,
         is_last_stage=pp_rank == mpu.get_pipeline_model_parallel_world_size() - 1,
     )
+
+
+def _leave_groups() -> None:
+    """Megatron forgets its groups without ending most of them: they would keep connections and threads."""
+    for group in mpu._global_process_group_list or []:
+        if group is not None:  # the default group stays
+            dist.destroy_process_group(group)
+    mpu.destroy_model_parallel()
 
 
 def shutdown() -> None:

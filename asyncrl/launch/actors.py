@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 import ray
-import torch
 
 from asyncrl.config import Config
 from asyncrl.control.client import AsyncControlClient, ControlAddress, ControlError
@@ -31,6 +30,7 @@ from asyncrl.engines.process import engine_command, wait_until_ready
 from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.launch.child import Child
 from asyncrl.launch.engines import engine_name
+from asyncrl.launch.gpu import has_gpu
 from asyncrl.launch.warden import descendants
 from asyncrl.rollout.service import RolloutService
 from asyncrl.weights.geometry import ModelGeometry
@@ -138,7 +138,7 @@ class EngineActor:
             dtype=config.engine_dtype,
             port=port,
             token=token,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device="cuda" if has_gpu() else "cpu",
             join_timeout_s=config.weights.timeout_s,
         )
         self._child = Child(

@@ -16,12 +16,11 @@ import shutil
 import socket
 from pathlib import Path
 
-import torch
-
 from asyncrl.config import Config, RewardConfig
 from asyncrl.data.reasoning_gym import ReasoningGymTasks
 from asyncrl.data.rows import DataError, read_rows
 from asyncrl.launch.estimate import GIB, engine_memory, memory_estimate
+from asyncrl.launch.gpu import has_gpu
 from asyncrl.launch.model_fit import longest_sample, model_fit_problems
 from asyncrl.rewards.base import RewardError
 from asyncrl.rewards.load import open_reward
@@ -58,7 +57,7 @@ def _model_problems(config: Config) -> list[str]:
     except ModelError as error:
         return [f"model.path: {error}"]
     files = [*_weight_problems(directory), *_tokenizer_problems(directory, geometry)]
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = not has_gpu()
     fit = model_fit_problems(config, geometry, on_cpu=on_cpu)
     memory = _memory_problems(config, geometry) if on_cpu and not fit else []
     return [*files, *fit, *memory]

@@ -1,14 +1,17 @@
-"""One rank of the checkpoint test: save under one layout, resume under another, and write what was seen.
+"""Four ranks of the checkpoint test: save under one layout, resume under another, and write what was seen.
 
-usage: checkpoint_worker.py MODEL_DIR OTHER_MODEL_DIR RESULT_DIR CASES_JSON
+DIRECTORY/cases.json: {"port": where they meet, "models": two directories, "cases": {name: sizes}}
+DIRECTORY/NAME.RANK.json: what a rank saw
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,6 +23,7 @@ from megatron_ext.checkpoint import latest, load, save
 from megatron_ext.optimizer import OptimizerSettings
 from megatron_ext.parallel import ParallelLayout, RankInfo, initialize, shutdown
 from megatron_ext.policy import MegatronPolicy, StepStats
+from tests.distributed.forked import fork_roles, torchrun_roles
 from tests.distributed.parity_worker import weighted_nll
 from tests.distributed.sequences import make_sequences, micro_batches
 
@@ -69,6 +73,7 @@ def run_case(
     saved = full_tensors(before)
     expected = step(before, info, 2)
     expected_after = full_tensors(before)
+    del before
 
     after, info = build(models[1], ParallelLayout(**sizes["load"]))
     path = latest(directory)
@@ -78,6 +83,7 @@ def run_case(
     actual = step(after, info, 2)
     return {
         "common_is_same": restored == common,
+        "processes_left": [child.cmdline() for child in psutil.Process().children()],
         "num_updates": after.num_updates,
         "loaded_difference": largest_difference(saved, loaded),
         "losses": [expected.loss, actual.loss],
@@ -87,13 +93,16 @@ def run_case(
     }
 
 
-def main() -> None:
-    models, result_dir = (Path(sys.argv[1]), Path(sys.argv[2])), Path(sys.argv[3])
-    for name, sizes in json.loads(sys.argv[4]).items():
-        result = run_case(models, result_dir / name, sizes)
-        (result_dir / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(result))
+def run_cases(directory: Path) -> None:
+    told = json.loads((directory / "cases.json").read_text())
+    models = Path(told["models"][0]), Path(told["models"][1])
+    for name, sizes in told["cases"].items():
+        result = run_case(models, directory / name, sizes)
+        (directory / f"{name}.{dist.get_rank()}.json").write_text(json.dumps(result))
     shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    into = Path(sys.argv[1])
+    port = json.loads((into / "cases.json").read_text())["port"]
+    fork_roles(torchrun_roles(4, port, partial(run_cases, into)), into)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -34,6 +35,25 @@ def run_roles(roles: Mapping[str, Callable[[], None]], directory: Path) -> list[
             _run_role(name, action, directory)
         processes[process] = name
     return [name for process, name in processes.items() if os.waitpid(process, 0)[1] != 0]
+
+
+def torchrun_roles(
+    num_ranks: int, port: int, work: Callable[[], None], name: str = "rank"
+) -> dict[str, Callable[[], None]]:
+    """Ranks that see the environment that torchrun would give them, with rank 0 listening at ``port``."""
+    return {f"{name}{rank}": partial(_as_rank, rank, num_ranks, port, work) for rank in range(num_ranks)}
+
+
+def _as_rank(rank: int, num_ranks: int, port: int, work: Callable[[], None]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    work()
 
 
 def _run_role(name: str, action: Callable[[], None], directory: Path) -> None:

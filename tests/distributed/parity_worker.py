@@ -1,12 +1,15 @@
-"""One rank of the parity test: train five steps under each layout in turn, and write what was seen.
+"""Ranks of the parity test: train five steps under each layout in turn, and write what was seen.
 
-usage: parity_worker.py RESULT_DIR CASES_JSON    (by name: the model's directory and the layout's sizes)
+DIRECTORY/cases.json: {"ports": two, "layouts": cases of four ranks, "families": cases of one}; a case has a
+    name, the model's directory and the layout's sizes
+DIRECTORY/NAME.RANK.json: what a rank saw
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +21,7 @@ from megatron_ext.optimizer import OptimizerSettings
 from megatron_ext.packing import unpack
 from megatron_ext.parallel import ParallelLayout, initialize, shutdown
 from megatron_ext.policy import MegatronPolicy
+from tests.distributed.forked import fork_roles, torchrun_roles
 from tests.distributed.sequences import make_sequences, micro_batches
 
 NUM_STEPS = 5
@@ -58,14 +62,17 @@ def run_case(model_dir: Path, layout: ParallelLayout) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    result_dir, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    for name, case in cases.items():
+def run_cases(directory: Path, kind: str) -> None:
+    for name, case in json.loads((directory / "cases.json").read_text())[kind].items():
         result = run_case(Path(case["model"]), ParallelLayout(**case["layout"]))
-        path = result_dir / f"{name}.{torch.distributed.get_rank()}.json"
+        path = directory / f"{name}.{torch.distributed.get_rank()}.json"
         path.write_text(json.dumps(result))
     shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    into = Path(sys.argv[1])
+    ports = json.loads((into / "cases.json").read_text())["ports"]
+    roles = torchrun_roles(4, ports[0], partial(run_cases, into, "layouts"))
+    roles |= torchrun_roles(1, ports[1], partial(run_cases, into, "families"), "alone")
+    fork_roles(roles, into)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.forked import run_launcher
+from tests.distributed.test_publish import reserved_ports
 from tests.tiny_models import make_tiny
-
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
 CASES = {
     "same_layout": {"save": {"tp": 2, "dp": 2}, "load": {"tp": 2, "dp": 2}},
@@ -35,7 +34,10 @@ def results(tmp_path_factory) -> Path:
     models = [
         make_tiny("qwen3", directory / f"model{seed}", seed=seed, num_layers=4, tied=True) for seed in (3, 4)
     ]
-    launch(WORKER, 4, *models, directory, json.dumps(CASES))
+    with reserved_ports(1) as [port]:
+        told = {"port": port, "models": list(map(str, models)), "cases": CASES}
+        (directory / "cases.json").write_text(json.dumps(told))
+        run_launcher("tests.distributed.checkpoint_worker", directory, timeout_s=400)
     return directory
 
 
@@ -43,6 +45,7 @@ def results(tmp_path_factory) -> Path:
 def test_resume(case: str, results: Path) -> None:
     seen = json.loads((results / f"{case}.0.json").read_text())
     assert seen["common_is_same"]
+    assert seen["processes_left"] == []
     assert seen["num_updates"] == 3
     assert seen["loaded_difference"] == 0
     assert seen["learning_rates"][0] == seen["learning_rates"][1]

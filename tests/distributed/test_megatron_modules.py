@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from asyncrl.weights.megatron_layout import MegatronCoord, megatron_shards
-from tests.distributed.launch import REPOSITORY
+from tests.distributed.forked import REPO
 from tests.shard_reference import geometry
 
 CASES = [
@@ -24,11 +23,11 @@ CASES = [
 
 def test_layouts_are_those_of_real_modules() -> None:
     command = [sys.executable, "-m", "tests.distributed.megatron_modules_worker", json.dumps(CASES)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         command,
         env=environment,
-        cwd=Path(REPOSITORY),
+        cwd=REPO,
         timeout=300,
         capture_output=True,
         text=True,

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.launch import launch
+from tests.distributed.forked import run_launcher
 from tests.distributed.sequences import make_sequences, replica_part
+from tests.distributed.test_publish import reserved_ports
 from tests.tiny_models import DEFAULT_VOCAB, Kind, make_tiny
 
-WORKER = Path(__file__).with_name("parity_worker.py")
 NUM_STEPS = 5
 TEMPERATURE = 0.8
 TOLERANCE = 1e-5
@@ -86,39 +86,38 @@ def reference(model_dir: Path) -> Trajectory:
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory) -> tuple[Path, Trajectory]:
-    """Every layout of a tied Llama, in one launch of four ranks."""
-    directory = tmp_path_factory.mktemp("layouts")
-    model_dir = make_tiny("llama", directory / "model", seed=3, num_layers=4, tied=True)
-    cases = {name: {"model": str(model_dir), "layout": layout} for name, layout in CASES.items()}
-    launch(WORKER, 4, directory, json.dumps(cases))
-    return directory, reference(model_dir)
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory) -> Path:
-    """Each family, tied and untied, on one rank."""
-    directory = tmp_path_factory.mktemp("families")
-    cases = {}
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every layout of a tied Llama on four ranks and, beside them, each family on one."""
+    directory = tmp_path_factory.mktemp("parity")
+    tied_llama = make_tiny("llama", directory / "model", seed=3, num_layers=4, tied=True)
+    layouts = {name: {"model": str(tied_llama), "layout": layout} for name, layout in CASES.items()}
+    families = {}
     for kind in FAMILIES:
         model_dir = make_tiny(kind, directory / f"model_{kind}", seed=5, tied=kind == "qwen2")
-        cases[kind] = {"model": str(model_dir), "layout": {}}
-    launch(WORKER, 1, directory, json.dumps(cases))
+        families[kind] = {"model": str(model_dir), "layout": {}}
+    with reserved_ports(2) as ports:
+        told = {"ports": ports, "layouts": layouts, "families": families}
+        (directory / "cases.json").write_text(json.dumps(told))
+        run_launcher("tests.distributed.parity_worker", directory, timeout_s=400)
     return directory
 
 
+@pytest.fixture(scope="module")
+def expected(results: Path) -> Trajectory:
+    return reference(results / "model")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_layout_trains_as_the_reference(case: str, layouts: tuple[Path, Trajectory]) -> None:
-    directory, expected = layouts
+def test_layout_trains_as_the_reference(case: str, results: Path, expected: Trajectory) -> None:
     for rank in range(4):
-        seen = json.loads((directory / f"{case}.{rank}.json").read_text())
+        seen = json.loads((results / f"{case}.{rank}.json").read_text())
         assert_trajectory(f"{case} rank {rank}", seen, CASES[case].get("dp", 1), expected)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_family_trains_as_the_reference(kind: Kind, families: Path) -> None:
-    seen = json.loads((families / f"{kind}.0.json").read_text())
-    assert_trajectory(kind, seen, 1, reference(families / f"model_{kind}"))
+def test_family_trains_as_the_reference(kind: Kind, results: Path) -> None:
+    seen = json.loads((results / f"{kind}.0.json").read_text())
+    assert_trajectory(kind, seen, 1, reference(results / f"model_{kind}"))
 
 
 def assert_trajectory(what: str, seen: dict, replicas: int, expected: Trajectory) -> None:
