@@ -74,8 +74,7 @@ def _collect_in_this_process() -> None:
     Megatron's own queue, also good for saves that go on after the call, is served by one more process of
     every rank: it imports torch to hold the reports, which takes 5 s and 270 MB.
     """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue = queue.Queue()  # new: a save that failed may have left a report
 
 
 def latest(directory: Path) -> Path | None:

@@ -83,7 +83,7 @@ async def test_pause_abort_is_quick_and_keeps_tokens(engine: SGLangEngine) -> No
     started = time.monotonic()
     await engine.pause("abort")
     generations = await asyncio.gather(*tasks)
-    assert time.monotonic() - started < 5  # 1,500 tokens take longer
+    assert time.monotonic() - started < 1.5
     assert all(generation.finish == INTERRUPTED for generation in generations)
     assert all(generation.token_ids for generation in generations)
     assert not await engine.ready()
