@@ -1,4 +1,6 @@
-// Asks for the source of a copy before it is needed: one line whenever a line is copied.
+// Asks for the source of a copy, and for the pages of its target, before they are needed.
+//
+// Of the source one line whenever a line is copied.
 //
 // Rows without gaps are a straight line, which memory foresees: a page and three quarters ahead, so
 // that reading and writing do not keep meeting in one bank. So are short rows with gaps no longer
@@ -9,8 +11,14 @@
 //   source, in the order of copying:   | being copied | being asked for |
 //                                                      0  1  2  3  4  5   pieces of 4 to 16 KiB
 //
-// Memory answers for six pages side by side faster than for one after the other, and hides what
-// finding a page costs; lines at the same place of every page would meet in one bank.
+// Memory answers for six pages side by side faster than for one after the other; lines at the same
+// place of every page would meet in one bank.
+//
+// Pages must be found before their lines can come: one line of each is asked for long before the
+// others. In the source of such rows when a row begins, for the first and the last page of one that
+// is 18 pieces away. In a target that is written around the cache, which is not to be loaded, but
+// where a store waits for its page, and all that follow wait for the store: for the first two pages
+// of the next row when a row begins, for the others two pages ahead.
 //
 // Internal linkage: files that include this are built for different processors.
 #ifndef ASYNCRL_RESHARD_AHEAD_H_
@@ -34,6 +42,23 @@ struct Prefetch {
   ASYNCRL_INLINED static void line(const std::byte* address) { __builtin_prefetch(address, 0, 0); }
 };
 
+// The pages that rows come to, one after the other.
+template <typename Memory>
+class Pages {
+ public:
+  static constexpr int64_t kPage = 4096;
+
+  // Asks for a line there if its page is new.
+  ASYNCRL_INLINED void find(const std::byte* address) {
+    if (address < found_) return;
+    Memory::line(address);
+    found_ = address + kPage - reinterpret_cast<uintptr_t>(address) % kPage;
+  }
+
+ private:
+  const std::byte* found_ = nullptr;  // the end of the last one
+};
+
 template <typename Memory = Prefetch>
 class StraightLine {
  public:
@@ -42,9 +67,15 @@ class StraightLine {
         has_gaps_(gap != 0) {}
 
   bool holds() const { return holds_; }
+  bool has_gaps() const { return has_gaps_; }
+  template <bool kHasGaps>
   ASYNCRL_INLINED void ask(const std::byte* row, int64_t offset) const {
-    Memory::line(row + offset + kDistance + (has_gaps_ ? offset : 0));
-    if (has_gaps_) Memory::line(row + 2 * offset + kDistance + kLine);
+    if constexpr (kHasGaps) {
+      Memory::line(row + 2 * offset + kDistance);
+      Memory::line(row + 2 * offset + kDistance + kLine);
+    } else {
+      Memory::line(row + offset + kDistance);
+    }
   }
 
  private:
@@ -71,12 +102,20 @@ class Pieces {
     }
     for (int64_t round = rounds_; round < rounds_ + kPieces * kStagger; ++round)
       offsets_[round] = offsets_[round - rounds_];
+    const int64_t rows_early = std::max<int64_t>(kEarly * rows_per_piece_ / pieces_per_row_, 1);
+    early_ = rows_early * (row_bytes + gap);
     start_block();
   }
   Pieces() = default;  // never live
 
   // Something is left to ask for.
   bool is_live() const { return left_ > 0; }
+
+  // The start of a row.
+  ASYNCRL_INLINED void row_begins(const std::byte* row) {
+    pages_.find(row + early_);
+    pages_.find(row + early_ + row_bytes_ - 1);
+  }
 
   // Asks for a line while one is copied: 0, 1, ... below lines_left(). Then tell how many.
   int64_t lines_left() const { return kPieces - turn_; }
@@ -106,6 +145,7 @@ class Pieces {
   static constexpr int64_t kLongPiece = 8192;  // at most: pieces are shorter than two of these
   static constexpr int64_t kMostRounds = 2 * kLongPiece / kLine;
   static constexpr int64_t kStagger = 8;  // rounds
+  static constexpr int64_t kEarly = 3 * kPieces;
 
   void next_block() {
     // A piece that does not end with a line is asked for a little slower than it is copied.
@@ -126,7 +166,8 @@ class Pieces {
   }
 
   const std::byte* source_ = nullptr;
-  int64_t row_bytes_ = 0, gap_ = 0;
+  int64_t row_bytes_ = 0, gap_ = 0, early_ = 0;
+  Pages<Memory> pages_;
   int64_t rows_per_piece_ = 1, pieces_per_row_ = 1, piece_bytes_ = 0;
   int64_t left_ = 0;                  // pieces that are to be asked for
   int64_t first_ = 0, turn_ = 0;      // the first piece of the block, the one that is next
@@ -150,6 +191,35 @@ struct Ahead {
         pieces(line.holds() || row_bytes == 0
                    ? Pieces<Memory>()
                    : Pieces<Memory>(rows.source, rows.rows, row_bytes, gap)) {}
+};
+
+template <typename Memory = Prefetch>
+class TargetPages {
+ public:
+  static constexpr int64_t kPage = Pages<Memory>::kPage;
+
+  TargetPages(const Rows& rows, int64_t row_bytes)
+      : stride_(rows.target_stride),
+        row_bytes_(row_bytes),
+        second_(std::min(kPage, row_bytes - 1)) {}
+
+  // The start of a row.
+  ASYNCRL_INLINED void row_begins(const std::byte* row) {
+    const std::byte* next = row + stride_;
+    pages_.find(next);
+    pages_.find(next + second_);
+  }
+
+  // Before a row's next kPage bytes, of which `offset` are written.
+  ASYNCRL_INLINED void ask(const std::byte* row, int64_t offset) const {
+    if (offset + kPage < row_bytes_)
+      Memory::line(row + std::min(offset + 2 * kPage, row_bytes_ - 1));
+  }
+
+ private:
+  int64_t stride_, row_bytes_;
+  int64_t second_;  // a byte of a row's second page
+  Pages<Memory> pages_;
 };
 
 #undef ASYNCRL_INLINED

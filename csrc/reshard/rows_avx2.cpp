@@ -117,59 +117,49 @@ struct Sums {
   }
 };
 
+// What all rows of a move share.
 template <RowMove kMove>
+struct Moved {
+  explicit Moved(const Rows& rows)
+      : ahead(rows, rows.elements * Move<kMove>::kSource),
+        pages(rows, rows.elements * Move<kMove>::kTarget) {}
+
+  Sums sums;
+  Ahead<> ahead;
+  TargetPages<> pages;
+};
+
+// At least kLanes units, all of them below the same multiple of 2^32.
+template <RowMove kMove, bool kStream>
 class Run {
  public:
   static constexpr int64_t kPerUnit = kUnitBytes / Move<kMove>::kWire;
   static constexpr int64_t kSource = kPerUnit * Move<kMove>::kSource;  // bytes per unit
   static constexpr int64_t kTarget = kPerUnit * Move<kMove>::kTarget;
-  static constexpr int64_t kPerLine = kLine / kSource;  // units
   static constexpr bool kCanStream = kTarget * kLanes >= 32;
 
-  // At least kLanes units, all of them below the same multiple of 2^32.
-  template <bool kStream>
-  static void move(Sums& sums, Ahead<>& ahead, const std::byte* source, std::byte* target,
-                   int64_t count, uint64_t unit) {
-    int64_t done = 0;
+  Run(const Moved<kMove>& moved, const std::byte* source, std::byte* target, int64_t count,
+      uint64_t unit)
+      : sums_(moved.sums), source_(source), target_(target), count_(count), unit_(unit) {}
+
+  void move(Moved<kMove>& moved) {
     if constexpr (kStream) {
-      done = units_before_alignment(target);
-      if (done) masked(sums, source, target, 0, unit, _mm256_set1_epi32(-1), int(done));
+      moved.pages.row_begins(target_);
+      done_ = units_before_alignment(target_);
+      if (done_) masked(0, _mm256_set1_epi32(-1), int(done_));
     }
-    __m256i seeds = seeds_from(unit + static_cast<uint64_t>(done));
-    const __m256i step = _mm256_set1_epi32(int(kKeyStep * kLanes));
-    const auto move_next = [&] {
-      sums.add(move_vector<kMove, kStream>(source + done * kSource, target + done * kTarget),
-               seeds);
-      seeds = _mm256_add_epi32(seeds, step);
-      done += kLanes;
-    };
-    const auto move_line = [&] {
-      for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next();
-    };
-    if (ahead.line.holds()) {
-      while (done + kPerLine <= count) {
-        ahead.line.ask(source, done * kSource);
-        move_line();
-      }
-    }
+    seeds_ = seeds_from(unit_ + static_cast<uint64_t>(done_));
     int64_t asked = 0;
-    while (ahead.pieces.is_live() && done + kPerLine <= count) {
-      const int64_t lines = std::min((count - done) / kPerLine, ahead.pieces.lines_left());
-      for (int64_t line = 0; line < lines; ++line) {
-        ahead.pieces.ask(line);
-        move_line();
-      }
-      ahead.pieces.asked(lines);
-      asked += lines * kLine;
+    if (!moved.ahead.line.holds()) {
+      asked = move_asking_pieces(moved.ahead.pieces, moved.pages);
+    } else if (moved.ahead.line.has_gaps()) {
+      move_asking_line<true>(moved.ahead.line, moved.pages);
+    } else {
+      move_asking_line<false>(moved.ahead.line, moved.pages);
     }
-    while (done + kLanes <= count) move_next();
-    if (done < count) {
-      const int64_t first = count - kLanes;
-      const __m256i counted =
-          _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done - first - 1)));
-      masked(sums, source, target, first, unit, counted, kLanes);
-    }
-    ahead.pieces.row_moved(asked);
+    move_rest();
+    moved.ahead.pieces.row_moved(asked);
+    moved.sums = sums_;
   }
 
   static bool can_align(const std::byte* target) {
@@ -177,46 +167,108 @@ class Run {
   }
 
  private:
-  static int64_t units_before_alignment(const std::byte* target) {
-    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % 32) / kTarget;
+  static constexpr int64_t kPerLine = kLine / kSource;  // units
+  static constexpr int64_t kLinesPerPage = TargetPages<>::kPage / (kPerLine * kTarget);
+
+  template <bool kHasGaps>
+  void move_asking_line(const StraightLine<>& line, const TargetPages<>& pages) {
+    while (lines_left() > 0) {
+      ask_for_pages(pages);
+      const int64_t end = done_ + std::min(lines_left(), kLinesPerPage) * kPerLine;
+      while (done_ < end) {
+        line.template ask<kHasGaps>(source_, done_ * kSource);
+        move_line();
+      }
+    }
+  }
+
+  // Returns for how many bytes it asked.
+  int64_t move_asking_pieces(Pieces<>& pieces, const TargetPages<>& pages) {
+    const int64_t first = done_;
+    pieces.row_begins(source_);
+    while (pieces.is_live() && lines_left() > 0) {
+      ask_for_pages(pages);
+      const int64_t lines = std::min(lines_left(), pieces.lines_left());
+      for (int64_t line = 0; line < lines; ++line) {
+        pieces.ask(line);
+        move_line();
+      }
+      pieces.asked(lines);
+    }
+    return (done_ - first) * kSource;
+  }
+
+  void move_rest() {
+    while (done_ + kLanes <= count_) move_next();
+    if (done_ == count_) return;
+    const int64_t first = count_ - kLanes;
+    const __m256i counted =
+        _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done_ - first - 1)));
+    masked(first, counted, kLanes);
+  }
+
+  int64_t lines_left() const { return (count_ - done_) / kPerLine; }
+
+  void ask_for_pages(const TargetPages<>& pages) {
+    if (!kStream || done_ * kTarget < page_at_) return;
+    pages.ask(target_, page_at_);
+    page_at_ += TargetPages<>::kPage;
+  }
+
+  void move_line() {
+    for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next();
+  }
+
+  void move_next() {
+    sums_.add(move_vector<kMove, kStream>(source_ + done_ * kSource, target_ + done_ * kTarget),
+              seeds_);
+    seeds_ = _mm256_add_epi32(seeds_, _mm256_set1_epi32(int(kKeyStep * kLanes)));
+    done_ += kLanes;
   }
 
   // Moves the eight units from `first` on; those where `counted` is set and that come before lane
   // `end` are digested.
-  static void masked(Sums& sums, const std::byte* source, std::byte* target, int64_t first,
-                     uint64_t unit, __m256i counted, int end) {
+  void masked(int64_t first, __m256i counted, int end) {
     const __m256i units =
-        move_vector<kMove, false>(source + first * kSource, target + first * kTarget);
+        move_vector<kMove, false>(source_ + first * kSource, target_ + first * kTarget);
     const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane_numbers());
-    sums.add(_mm256_and_si256(units, _mm256_and_si256(before, counted)),
-             seeds_from(unit + static_cast<uint64_t>(first)));
+    sums_.add(_mm256_and_si256(units, _mm256_and_si256(before, counted)),
+              seeds_from(unit_ + static_cast<uint64_t>(first)));
   }
+
+  static int64_t units_before_alignment(const std::byte* target) {
+    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % 32) / kTarget;
+  }
+
+  Sums sums_;  // a copy that nothing else can reach: stays in registers
+  const std::byte* source_;
+  std::byte* target_;
+  int64_t count_;
+  uint64_t unit_;
+  int64_t done_ = 0, page_at_ = 0;  // units moved; byte of the target before which to ask again
+  __m256i seeds_;
 };
 
 template <RowMove kMove>
 uint64_t move_rows(const Rows& rows) {
-  Sums sums;
+  using Around = Run<kMove, Run<kMove, false>::kCanStream>;  // the cache
+  Moved<kMove> moved(rows);
   uint64_t others = 0;
   const bool past_cache = rows.past_cache;
-  Ahead<> ahead(rows, rows.elements * Move<kMove>::kSource);
   const uint64_t ends = for_each_row<kMove>(
       rows, [&](const std::byte* source, std::byte* target, int64_t count, uint64_t unit) {
         const bool crosses = (unit >> 32) != ((unit + static_cast<uint64_t>(count) - 1) >> 32);
         if (count < kLanes || crosses) {
           others += move_units<kMove>(source, target, count, unit);
-          ahead.pieces.row_moved(0);
-          return;
+          moved.ahead.pieces.row_moved(0);
+        } else if (past_cache && count >= 3 * kLanes && Around::can_align(target)) {
+          Around(moved, source, target, count, unit).move(moved);
+        } else {
+          Run<kMove, false>(moved, source, target, count, unit).move(moved);
         }
-        if constexpr (Run<kMove>::kCanStream) {
-          if (past_cache && count >= 3 * kLanes && Run<kMove>::can_align(target)) {
-            Run<kMove>::template move<true>(sums, ahead, source, target, count, unit);
-            return;
-          }
-        }
-        Run<kMove>::template move<false>(sums, ahead, source, target, count, unit);
       });
-  if (rows.past_cache) _mm_sfence();
-  return ends + others + sums.total();
+  if (past_cache) _mm_sfence();
+  return ends + others + moved.sums.total();
 }
 
 uint64_t move_any_rows(RowMove move, const Rows& rows) {

@@ -211,30 +211,44 @@ void follow_moved_parameters() {
 
 // Writes down when each line of the source was first asked for.
 struct AskedLines {
-  static inline std::unordered_map<int64_t, int64_t> at;  // line: bytes copied by then
+  static inline std::unordered_map<int64_t, int64_t> at;     // line: bytes copied by then
+  static inline std::unordered_map<int64_t, int64_t> pages;  // the same of a line of the page
   static inline int64_t copied = 0;
   static void line(const std::byte* address) {
-    at.try_emplace(reinterpret_cast<intptr_t>(address) / 64, copied);
+    at.try_emplace(reinterpret_cast<intptr_t>(address) / kLine, copied);
+    pages.try_emplace(reinterpret_cast<intptr_t>(address) / 4096, copied);
+  }
+  static void clear() { at.clear(), pages.clear(); }
+  // How many bytes before it is copied; 0 if never.
+  static int64_t page_lead(intptr_t address, int64_t position) {
+    const auto asked = pages.find(address / 4096);
+    return asked == pages.end() ? 0 : position - asked->second;
   }
 };
 
 // Follows the copy of `rows` rows: nearly every line must have been asked for long enough before it
-// is copied, and not so long that the cache has dropped it; and hardly any that is not copied.
+// is copied, and not so long that the cache has dropped it; hardly any that is not copied; and one
+// of a page that the row before did not come to much earlier.
 void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
   constexpr int64_t kSettled = 3 * 6 * 16384, kSoonest = 1024, kLongest = kSettled;
+  constexpr int64_t kEarliest = 16 * 2048;
   constexpr intptr_t kSource = intptr_t{1} << 40;
   Rows moved = {};
   moved.source = reinterpret_cast<const std::byte*>(kSource);
   moved.source_stride = stride, moved.rows = rows;
-  AskedLines::at.clear();
+  AskedLines::clear();
   Ahead<AskedLines> ahead(moved, row_bytes);
-  int64_t lines = 0, in_time = 0;
+  int64_t lines = 0, in_time = 0, rows_seen = 0, found_early = 0;
   for (int64_t row = 0; row < rows; ++row) {
     int64_t done = 0;
     for (; ahead.line.holds() && done + kLine <= row_bytes; done += kLine) {
       AskedLines::copied = row * row_bytes + done;
-      ahead.line.ask(moved.source + row * stride, done);
+      const std::byte* begin = moved.source + row * stride;
+      ahead.line.has_gaps() ? ahead.line.ask<true>(begin, done)
+                            : ahead.line.ask<false>(begin, done);
     }
+    AskedLines::copied = row * row_bytes;
+    if (!ahead.line.holds()) ahead.pieces.row_begins(moved.source + row * stride);
     while (ahead.pieces.is_live() && done + kLine <= row_bytes) {
       const int64_t count = std::min((row_bytes - done) / kLine, ahead.pieces.lines_left());
       for (int64_t line = 0; line < count; ++line) {
@@ -253,15 +267,57 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
           asked == AskedLines::at.end() ? 0 : row * row_bytes + byte - asked->second;
       lines += 1, in_time += lead >= kSoonest && lead <= kLongest;
     }
+    if (row * row_bytes < kSettled) continue;
+    const int64_t lead = AskedLines::page_lead(kSource + row * stride, row * row_bytes);
+    rows_seen += 1, found_early += lead >= kEarliest;
   }
   require(lines > 0 && in_time >= lines * 9 / 10,
           "%ld rows of %ld, stride %ld: %ld of %ld lines were asked for in time", rows, row_bytes,
           stride, in_time, lines);
   const auto asked = static_cast<int64_t>(AskedLines::at.size());
+  require(ahead.line.holds() || found_early >= rows_seen * 9 / 10,
+          "%ld rows of %ld, stride %ld: %ld of %ld were found early", rows, row_bytes, stride,
+          found_early, rows_seen);
   const bool is_straight = stride <= 2 * row_bytes && row_bytes < 2048;
   const int64_t reached = rows * (is_straight ? stride : row_bytes + 2 * kLine);
   require(asked * kLine <= reached + kSettled, "%ld rows of %ld, stride %ld: %ld lines asked for",
           rows, row_bytes, stride, asked);
+}
+
+// Follows the writing of `rows` rows: but for those of the first row, every page must have been
+// asked for before it is written, at most two pages and a row ahead; by one or two lines.
+void ask_for_pages(int64_t rows, int64_t row_bytes, int64_t stride, int64_t start) {
+  constexpr intptr_t kTarget = intptr_t{1} << 40;
+  constexpr int64_t kPage = TargetPages<AskedLines>::kPage;
+  Rows moved = {};
+  moved.target = reinterpret_cast<std::byte*>(kTarget + start);
+  moved.target_stride = stride, moved.rows = rows;
+  AskedLines::clear();
+  TargetPages<AskedLines> pages(moved, row_bytes);
+  std::unordered_map<int64_t, int64_t> written;  // page: bytes written before it
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::byte* begin = moved.target + row * stride;
+    AskedLines::copied = row * row_bytes;
+    pages.row_begins(begin);
+    for (int64_t done = 0; done < row_bytes; done += kLine) {
+      AskedLines::copied = row * row_bytes + done;
+      if (done % kPage == 0) pages.ask(begin, done);
+      const intptr_t address = reinterpret_cast<intptr_t>(begin) + done;
+      const intptr_t last = address + std::min(kLine, row_bytes - done) - 1;
+      for (const intptr_t byte : {address, last})
+        written.try_emplace(byte / kPage, AskedLines::copied);
+    }
+  }
+  for (const auto& [page, position] : written) {
+    if (position < std::min(row_bytes, 2 * kPage)) continue;
+    const int64_t lead = AskedLines::page_lead(page * kPage, position);
+    require(lead > 0 && lead <= 2 * kPage + row_bytes,
+            "%ld rows of %ld, stride %ld, from %ld: page %ld was asked for %ld bytes ahead", rows,
+            row_bytes, stride, start, page - kTarget / kPage, lead);
+  }
+  require(AskedLines::at.size() <= 2 * written.size(),
+          "%ld rows of %ld, stride %ld, from %ld: %zu lines for %zu pages", rows, row_bytes, stride,
+          start, AskedLines::at.size(), written.size());
 }
 
 void ask_ahead() {
@@ -269,6 +325,11 @@ void ask_ahead() {
     for (const int64_t gap : {0, 64, 1000, 4096, 50000})
       ask_for_what_follows((4 << 20) / row_bytes, row_bytes, row_bytes + gap);
   ask_for_what_follows(1, 4 << 20, 4 << 20);
+  for (const int64_t row_bytes : {128, 1000, 4096, 4100, 5000, 8192, 12345, 20000, 100000})
+    for (const int64_t gap : {0, 64, 1000, 4096, 50000})
+      for (const int64_t start : {0, 64, 1032, 4095})
+        ask_for_pages((1 << 20) / row_bytes, row_bytes, row_bytes + gap, start);
+  ask_for_pages(1, 4 << 20, 4 << 20, 64);
 }
 
 int main(int argc, char** argv) {
