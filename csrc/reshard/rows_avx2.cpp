@@ -1,7 +1,16 @@
 // Rows by AVX2, eight units at a time. Per vector: the keys of its units (even and odd lanes), two
 // 32 x 32 -> 64 bit products, and a sum for the 2^32 part of every factor; the three accumulators
-// stay in registers over all rows. The first and the last vector of a run may overlap the others:
-// moving bytes twice is harmless, and lanes that count elsewhere are cleared before the digest.
+// stay in registers over a row.
+//
+// Only whole lines of the target go around the cache, as a part of one would be merged by memory.
+// What a row has before and after them goes through the cache, and so does what the next row has of
+// the same line:
+//
+//   target:  |  : row    |         |    row  : next row  |           : rows meet within a line
+//               | cache  | around  |  cache  : cache     | around
+//
+// Where nothing goes around, the last vector may overlap the one before: moving bytes twice is
+// harmless, and lanes that count elsewhere are cleared before the digest.
 #include "reshard/rows.h"
 
 #ifdef __AVX2__
@@ -92,6 +101,7 @@ inline __m256i seeds_from(uint64_t unit) {
 
 struct Sums {
   __m256i even = _mm256_setzero_si256(), odd = even, plain = even;
+  uint64_t singles = 0;
 
   void add(__m256i units, __m256i seeds) {
     const __m256i folded = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 16));
@@ -110,7 +120,7 @@ struct Sums {
     alignas(32) uint32_t values[kLanes];
     _mm256_store_si256(reinterpret_cast<__m256i*>(products), _mm256_add_epi64(even, odd));
     _mm256_store_si256(reinterpret_cast<__m256i*>(values), plain);
-    uint64_t sum = 0;
+    uint64_t sum = singles;
     for (const uint64_t product : products) sum += product;
     for (const uint32_t value : values) sum += static_cast<uint64_t>(value) << 32;
     return sum;
@@ -145,10 +155,15 @@ class Run {
   void move(Moved<kMove>& moved) {
     if constexpr (kStream) {
       moved.pages.row_begins(target_);
-      done_ = units_before_alignment(target_);
-      if (done_) masked(0, _mm256_set1_epi32(-1), int(done_));
+      const int64_t before = units_before_line(target_);
+      move_singly(before % kLanes);
+      seeds_ = seeds_from(unit_ + static_cast<uint64_t>(done_));
+      if (done_ < before) move_next<false>();
+      end_ = done_ + (count_ - done_) / kTargetLine * kTargetLine;
+    } else {
+      seeds_ = seeds_from(unit_);
+      end_ = count_;
     }
-    seeds_ = seeds_from(unit_ + static_cast<uint64_t>(done_));
     int64_t asked = 0;
     if (!moved.ahead.line.holds()) {
       asked = move_asking_pieces(moved.ahead.pieces, moved.pages);
@@ -167,7 +182,7 @@ class Run {
   }
 
  private:
-  static constexpr int64_t kPerLine = kLine / kSource;  // units
+  static constexpr int64_t kPerLine = kLine / kSource, kTargetLine = kLine / kTarget;  // units
   static constexpr int64_t kLinesPerPage = TargetPages<>::kPage / (kPerLine * kTarget);
 
   template <bool kHasGaps>
@@ -199,15 +214,16 @@ class Run {
   }
 
   void move_rest() {
-    while (done_ + kLanes <= count_) move_next();
-    if (done_ == count_) return;
-    const int64_t first = count_ - kLanes;
-    const __m256i counted =
-        _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done_ - first - 1)));
-    masked(first, counted, kLanes);
+    while (done_ + kLanes <= end_) move_next<kStream>();
+    if constexpr (kStream) {
+      while (done_ + kLanes <= count_) move_next<false>();
+      move_singly(count_ - done_);
+    } else if (done_ < count_) {
+      move_last_vector();
+    }
   }
 
-  int64_t lines_left() const { return (count_ - done_) / kPerLine; }
+  int64_t lines_left() const { return (end_ - done_) / kPerLine; }
 
   void ask_for_pages(const TargetPages<>& pages) {
     if (!kStream || done_ * kTarget < page_at_) return;
@@ -216,28 +232,35 @@ class Run {
   }
 
   void move_line() {
-    for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next();
+    for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next<kStream>();
   }
 
+  template <bool kAround>
   void move_next() {
-    sums_.add(move_vector<kMove, kStream>(source_ + done_ * kSource, target_ + done_ * kTarget),
+    sums_.add(move_vector<kMove, kAround>(source_ + done_ * kSource, target_ + done_ * kTarget),
               seeds_);
     seeds_ = _mm256_add_epi32(seeds_, _mm256_set1_epi32(int(kKeyStep * kLanes)));
     done_ += kLanes;
   }
 
-  // Moves the eight units from `first` on; those where `counted` is set and that come before lane
-  // `end` are digested.
-  void masked(int64_t first, __m256i counted, int end) {
-    const __m256i units =
-        move_vector<kMove, false>(source_ + first * kSource, target_ + first * kTarget);
-    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane_numbers());
-    sums_.add(_mm256_and_si256(units, _mm256_and_si256(before, counted)),
-              seeds_from(unit_ + static_cast<uint64_t>(first)));
+  void move_singly(int64_t count) {
+    sums_.singles += move_units<kMove>(source_ + done_ * kSource, target_ + done_ * kTarget, count,
+                                       unit_ + static_cast<uint64_t>(done_));
+    done_ += count;
   }
 
-  static int64_t units_before_alignment(const std::byte* target) {
-    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % 32) / kTarget;
+  // The last eight units, of which some were moved before; they do not count again.
+  void move_last_vector() {
+    const int64_t first = count_ - kLanes;
+    const __m256i units =
+        move_vector<kMove, false>(source_ + first * kSource, target_ + first * kTarget);
+    const __m256i counted =
+        _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done_ - first - 1)));
+    sums_.add(_mm256_and_si256(units, counted), seeds_from(unit_ + static_cast<uint64_t>(first)));
+  }
+
+  static int64_t units_before_line(const std::byte* target) {
+    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % kLine) / kTarget;
   }
 
   Sums sums_;  // a copy that nothing else can reach: stays in registers
@@ -245,7 +268,9 @@ class Run {
   std::byte* target_;
   int64_t count_;
   uint64_t unit_;
-  int64_t done_ = 0, page_at_ = 0;  // units moved; byte of the target before which to ask again
+  int64_t done_ = 0;     // units
+  int64_t end_ = 0;      // of the vectors; of those that go around the cache where some do
+  int64_t page_at_ = 0;  // byte of the target before which to ask for a page again
   __m256i seeds_;
 };
 
