@@ -16,9 +16,12 @@
 //
 // Pages must be found before their lines can come: one line of each is asked for long before the
 // others. In the source of such rows when a row begins, for the first and the last page of one that
-// is 18 pieces away. In a target that is written around the cache, which is not to be loaded, but
-// where a store waits for its page, and all that follow wait for the store: for the first two pages
-// of the next row when a row begins, for the others two pages ahead.
+// is 18 pieces away.
+//
+// A target that is written around the cache is not to be loaded; but a store waits for its page,
+// and all that follow wait for the store. So pages are asked for: the first two of the next row
+// when a row begins, the others two pages ahead. And where rows end within a line, which goes
+// through the cache, the ends of a row that is 2 KiB away.
 //
 // Internal linkage: files that include this are built for different processors.
 #ifndef ASYNCRL_RESHARD_AHEAD_H_
@@ -40,6 +43,9 @@ constexpr int64_t kLine = 64;
 
 struct Prefetch {
   ASYNCRL_INLINED static void line(const std::byte* address) { __builtin_prefetch(address, 0, 0); }
+  ASYNCRL_INLINED static void line_to_write(const std::byte* address) {
+    __builtin_prefetch(address, 1, 3);
+  }
 };
 
 // The pages that rows come to, one after the other.
@@ -87,23 +93,19 @@ template <typename Memory = Prefetch>
 class Pieces {
  public:
   Pieces(const std::byte* source, int64_t rows, int64_t row_bytes, int64_t gap)
-      : source_(source), row_bytes_(row_bytes), gap_(gap) {
-    rows_per_piece_ = std::max<int64_t>(kShortPiece / row_bytes, 1);
+      : source_(source), row_bytes_(row_bytes), stride_(row_bytes + gap) {
+    const int64_t lines = lines_touched();
     pieces_per_row_ = std::max<int64_t>(row_bytes / kLongPiece, 1);
-    piece_bytes_ = (row_bytes * rows_per_piece_ + pieces_per_row_ - 1) / pieces_per_row_;
+    rows_per_piece_ = std::max(std::min(kShortPiece / row_bytes, kMostRounds / lines), int64_t{1});
+    lines_per_row_ = (lines + pieces_per_row_ - 1) / pieces_per_row_;  // of the piece
+    rounds_ = rows_per_piece_ * lines_per_row_;
     left_ = (rows * pieces_per_row_ + rows_per_piece_ - 1) / rows_per_piece_ - kPieces;
     if (!is_live()) return;
-    rounds_ = (piece_bytes_ + kLine - 1) / kLine;
-    int64_t offset = 0, in_row = 0;
-    for (int64_t round = 0; round < rounds_; ++round) {
-      offsets_[round] = offset;
-      offset += kLine;
-      for (in_row += kLine; in_row >= row_bytes; in_row -= row_bytes) offset += gap;
-    }
+    for (int64_t round = 0; round < rounds_; ++round)
+      offsets_[round] = round / lines_per_row_ * stride_ + round % lines_per_row_ * kLine;
     for (int64_t round = rounds_; round < rounds_ + kPieces * kStagger; ++round)
       offsets_[round] = offsets_[round - rounds_];
-    const int64_t rows_early = std::max<int64_t>(kEarly * rows_per_piece_ / pieces_per_row_, 1);
-    early_ = rows_early * (row_bytes + gap);
+    early_ = std::max<int64_t>(kEarly * rows_per_piece_ / pieces_per_row_, 1) * stride_;
     start_block();
   }
   Pieces() = default;  // never live
@@ -130,11 +132,10 @@ class Pieces {
     if (++round_ >= rounds_) next_block();
   }
 
-  // The end of a row, of which so many bytes were asked for. The rest counts too: the pieces must
-  // not drift away from the copy.
-  void row_moved(int64_t asked_bytes) {
-    behind_ += row_bytes_ - asked_bytes;
-    for (; behind_ >= kLine && is_live(); behind_ -= kLine) {
+  // The end of a row, in which so many lines were asked for; the others follow, so that the pieces
+  // do not drift away from the copy.
+  void row_moved(int64_t lines_asked) {
+    for (int64_t line = lines_asked; line < lines_per_row_ * pieces_per_row_ && is_live(); ++line) {
       ask(0);
       asked(1);
     }
@@ -143,15 +144,19 @@ class Pieces {
  private:
   static constexpr int64_t kPieces = 6, kShortPiece = 4096;
   static constexpr int64_t kLongPiece = 8192;  // at most: pieces are shorter than two of these
-  static constexpr int64_t kMostRounds = 2 * kLongPiece / kLine;
+  static constexpr int64_t kMostRounds = 2 * kLongPiece / kLine + 1;
   static constexpr int64_t kStagger = 8;  // rounds
   static constexpr int64_t kEarly = 3 * kPieces;
 
+  // By a row, at most; very short ones are taken for a line.
+  int64_t lines_touched() const {
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(source_) | stride_) % kLine == 0;
+    const int64_t before = is_aligned || row_bytes_ < kLine ? 0 : kLine - 1;
+    return (before + row_bytes_ + kLine - 1) / kLine;
+  }
+
   void next_block() {
-    // A piece that does not end with a line is asked for a little slower than it is copied.
-    surplus_ += rounds_ * kLine - piece_bytes_;
-    round_ = surplus_ / kLine;
-    surplus_ %= kLine;
+    round_ = 0;
     left_ -= kPieces;
     if (is_live()) start_block();
   }
@@ -161,18 +166,17 @@ class Pieces {
     for (int64_t turn = 0; turn < kPieces; ++turn) {
       const int64_t piece = first_ + std::min(turn, left_ - 1);
       const int64_t row = piece / pieces_per_row_ * rows_per_piece_;
-      pieces_[turn] = source_ + row * (row_bytes_ + gap_) + piece % pieces_per_row_ * piece_bytes_;
+      pieces_[turn] = source_ + row * stride_ + piece % pieces_per_row_ * lines_per_row_ * kLine;
     }
   }
 
   const std::byte* source_ = nullptr;
-  int64_t row_bytes_ = 0, gap_ = 0, early_ = 0;
+  int64_t row_bytes_ = 0, stride_ = 0, early_ = 0;
   Pages<Memory> pages_;
-  int64_t rows_per_piece_ = 1, pieces_per_row_ = 1, piece_bytes_ = 0;
-  int64_t left_ = 0;                  // pieces that are to be asked for
-  int64_t first_ = 0, turn_ = 0;      // the first piece of the block, the one that is next
-  int64_t round_ = 0, rounds_ = 0;    // over all six
-  int64_t surplus_ = 0, behind_ = 0;  // bytes
+  int64_t rows_per_piece_ = 1, pieces_per_row_ = 1, lines_per_row_ = 0;
+  int64_t left_ = 0;                // pieces that are to be asked for
+  int64_t first_ = 0, turn_ = 0;    // the first piece of the block, the one that is next
+  int64_t round_ = 0, rounds_ = 0;  // over all six
   const std::byte* pieces_[kPieces] = {};
   int64_t offsets_[kMostRounds + kPieces * kStagger];  // of the lines of a piece, and again
 };
@@ -194,17 +198,24 @@ struct Ahead {
 };
 
 template <typename Memory = Prefetch>
-class TargetPages {
+class Target {
  public:
   static constexpr int64_t kPage = Pages<Memory>::kPage;
 
-  TargetPages(const Rows& rows, int64_t row_bytes)
+  Target(const Rows& rows, int64_t row_bytes)
       : stride_(rows.target_stride),
         row_bytes_(row_bytes),
-        second_(std::min(kPage, row_bytes - 1)) {}
+        second_(std::min(kPage, row_bytes - 1)),
+        ends_(std::max<int64_t>(kEndsAhead / std::max<int64_t>(row_bytes, 1), 1) * stride_),
+        ends_within_lines_(
+            (reinterpret_cast<uintptr_t>(rows.target) | stride_ | row_bytes) % kLine != 0) {}
 
   // The start of a row.
   ASYNCRL_INLINED void row_begins(const std::byte* row) {
+    if (ends_within_lines_) {
+      Memory::line_to_write(row + ends_);
+      Memory::line_to_write(row + ends_ + row_bytes_ - 1);
+    }
     const std::byte* next = row + stride_;
     pages_.find(next);
     pages_.find(next + second_);
@@ -217,8 +228,12 @@ class TargetPages {
   }
 
  private:
+  static constexpr int64_t kEndsAhead = 2048;
+
   int64_t stride_, row_bytes_;
   int64_t second_;  // a byte of a row's second page
+  int64_t ends_;    // to the row whose ends are asked for
+  bool ends_within_lines_;
   Pages<Memory> pages_;
 };
 

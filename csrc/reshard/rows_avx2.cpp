@@ -132,11 +132,11 @@ template <RowMove kMove>
 struct Moved {
   explicit Moved(const Rows& rows)
       : ahead(rows, rows.elements * Move<kMove>::kSource),
-        pages(rows, rows.elements * Move<kMove>::kTarget) {}
+        target(rows, rows.elements * Move<kMove>::kTarget) {}
 
   Sums sums;
   Ahead<> ahead;
-  TargetPages<> pages;
+  Target<> target;
 };
 
 // At least kLanes units, all of them below the same multiple of 2^32.
@@ -154,7 +154,7 @@ class Run {
 
   void move(Moved<kMove>& moved) {
     if constexpr (kStream) {
-      moved.pages.row_begins(target_);
+      moved.target.row_begins(target_);
       const int64_t before = units_before_line(target_);
       move_singly(before % kLanes);
       seeds_ = seeds_from(unit_ + static_cast<uint64_t>(done_));
@@ -166,11 +166,11 @@ class Run {
     }
     int64_t asked = 0;
     if (!moved.ahead.line.holds()) {
-      asked = move_asking_pieces(moved.ahead.pieces, moved.pages);
+      asked = move_asking_pieces(moved.ahead.pieces, moved.target);
     } else if (moved.ahead.line.has_gaps()) {
-      move_asking_line<true>(moved.ahead.line, moved.pages);
+      move_asking_line<true>(moved.ahead.line, moved.target);
     } else {
-      move_asking_line<false>(moved.ahead.line, moved.pages);
+      move_asking_line<false>(moved.ahead.line, moved.target);
     }
     move_rest();
     moved.ahead.pieces.row_moved(asked);
@@ -183,12 +183,12 @@ class Run {
 
  private:
   static constexpr int64_t kPerLine = kLine / kSource, kTargetLine = kLine / kTarget;  // units
-  static constexpr int64_t kLinesPerPage = TargetPages<>::kPage / (kPerLine * kTarget);
+  static constexpr int64_t kLinesPerPage = Target<>::kPage / (kPerLine * kTarget);
 
   template <bool kHasGaps>
-  void move_asking_line(const StraightLine<>& line, const TargetPages<>& pages) {
+  void move_asking_line(const StraightLine<>& line, const Target<>& target) {
     while (lines_left() > 0) {
-      ask_for_pages(pages);
+      ask_for_page(target);
       const int64_t end = done_ + std::min(lines_left(), kLinesPerPage) * kPerLine;
       while (done_ < end) {
         line.template ask<kHasGaps>(source_, done_ * kSource);
@@ -197,12 +197,12 @@ class Run {
     }
   }
 
-  // Returns for how many bytes it asked.
-  int64_t move_asking_pieces(Pieces<>& pieces, const TargetPages<>& pages) {
+  // Returns for how many lines it asked.
+  int64_t move_asking_pieces(Pieces<>& pieces, const Target<>& target) {
     const int64_t first = done_;
     pieces.row_begins(source_);
     while (pieces.is_live() && lines_left() > 0) {
-      ask_for_pages(pages);
+      ask_for_page(target);
       const int64_t lines = std::min(lines_left(), pieces.lines_left());
       for (int64_t line = 0; line < lines; ++line) {
         pieces.ask(line);
@@ -210,7 +210,7 @@ class Run {
       }
       pieces.asked(lines);
     }
-    return (done_ - first) * kSource;
+    return (done_ - first) / kPerLine;
   }
 
   void move_rest() {
@@ -225,10 +225,10 @@ class Run {
 
   int64_t lines_left() const { return (end_ - done_) / kPerLine; }
 
-  void ask_for_pages(const TargetPages<>& pages) {
+  void ask_for_page(const Target<>& target) {
     if (!kStream || done_ * kTarget < page_at_) return;
-    pages.ask(target_, page_at_);
-    page_at_ += TargetPages<>::kPage;
+    target.ask(target_, page_at_);
+    page_at_ += Target<>::kPage;
   }
 
   void move_line() {

@@ -213,12 +213,16 @@ void follow_moved_parameters() {
 struct AskedLines {
   static inline std::unordered_map<int64_t, int64_t> at;     // line: bytes copied by then
   static inline std::unordered_map<int64_t, int64_t> pages;  // the same of a line of the page
+  static inline std::unordered_map<int64_t, int64_t> to_write;
   static inline int64_t copied = 0;
   static void line(const std::byte* address) {
     at.try_emplace(reinterpret_cast<intptr_t>(address) / kLine, copied);
     pages.try_emplace(reinterpret_cast<intptr_t>(address) / 4096, copied);
   }
-  static void clear() { at.clear(), pages.clear(); }
+  static void line_to_write(const std::byte* address) {
+    to_write.try_emplace(reinterpret_cast<intptr_t>(address) / kLine, copied);
+  }
+  static void clear() { at.clear(), pages.clear(), to_write.clear(); }
   // How many bytes before it is copied; 0 if never.
   static int64_t page_lead(intptr_t address, int64_t position) {
     const auto asked = pages.find(address / 4096);
@@ -259,8 +263,10 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
       done += count * kLine;
     }
     AskedLines::copied = (row + 1) * row_bytes;
-    if (!ahead.line.holds()) ahead.pieces.row_moved(done);
-    for (int64_t byte = 0; byte < row_bytes; byte += kLine) {
+    if (!ahead.line.holds()) ahead.pieces.row_moved(done / kLine);
+    const int64_t beginning = (kSource + row * stride) % kLine;
+    for (int64_t line = 0; line * kLine < beginning + row_bytes; ++line) {
+      const int64_t byte = std::max<int64_t>(line * kLine - beginning, 0);
       if (row * row_bytes + byte < kSettled) continue;
       const auto asked = AskedLines::at.find((kSource + row * stride + byte) / kLine);
       const int64_t lead =
@@ -271,7 +277,9 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
     const int64_t lead = AskedLines::page_lead(kSource + row * stride, row * row_bytes);
     rows_seen += 1, found_early += lead >= kEarliest;
   }
-  require(lines > 0 && in_time >= lines * 9 / 10,
+  // Of a straight line memory foresees the rest.
+  const int64_t percent = !ahead.line.holds() ? 97 : row_bytes < 256 ? 50 : 90;
+  require(lines > 0 && in_time >= lines * percent / 100,
           "%ld rows of %ld, stride %ld: %ld of %ld lines were asked for in time", rows, row_bytes,
           stride, in_time, lines);
   const auto asked = static_cast<int64_t>(AskedLines::at.size());
@@ -285,23 +293,24 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride) {
 }
 
 // Follows the writing of `rows` rows: but for those of the first row, every page must have been
-// asked for before it is written, at most two pages and a row ahead; by one or two lines.
-void ask_for_pages(int64_t rows, int64_t row_bytes, int64_t stride, int64_t start) {
+// asked for before it is written, at most two pages and a row ahead; by one or two lines. So must
+// every line that a row fills in part, but for those of the first 2 KiB.
+void ask_for_the_target(int64_t rows, int64_t row_bytes, int64_t stride, int64_t start) {
   constexpr intptr_t kTarget = intptr_t{1} << 40;
-  constexpr int64_t kPage = TargetPages<AskedLines>::kPage;
+  constexpr int64_t kPage = Target<AskedLines>::kPage;
   Rows moved = {};
   moved.target = reinterpret_cast<std::byte*>(kTarget + start);
   moved.target_stride = stride, moved.rows = rows;
   AskedLines::clear();
-  TargetPages<AskedLines> pages(moved, row_bytes);
+  Target<AskedLines> target(moved, row_bytes);
   std::unordered_map<int64_t, int64_t> written;  // page: bytes written before it
   for (int64_t row = 0; row < rows; ++row) {
     const std::byte* begin = moved.target + row * stride;
     AskedLines::copied = row * row_bytes;
-    pages.row_begins(begin);
+    target.row_begins(begin);
     for (int64_t done = 0; done < row_bytes; done += kLine) {
       AskedLines::copied = row * row_bytes + done;
-      if (done % kPage == 0) pages.ask(begin, done);
+      if (done % kPage == 0) target.ask(begin, done);
       const intptr_t address = reinterpret_cast<intptr_t>(begin) + done;
       const intptr_t last = address + std::min(kLine, row_bytes - done) - 1;
       for (const intptr_t byte : {address, last})
@@ -315,21 +324,35 @@ void ask_for_pages(int64_t rows, int64_t row_bytes, int64_t stride, int64_t star
             "%ld rows of %ld, stride %ld, from %ld: page %ld was asked for %ld bytes ahead", rows,
             row_bytes, stride, start, page - kTarget / kPage, lead);
   }
+  for (int64_t row = 0; row < rows; ++row) {
+    const intptr_t begin = kTarget + start + row * stride, end = begin + row_bytes;
+    if (row * row_bytes < std::max<int64_t>(row_bytes, 2048)) continue;
+    for (const intptr_t edge : {begin, end}) {
+      if (edge % kLine == 0) continue;
+      const auto asked = AskedLines::to_write.find(edge / kLine);
+      const int64_t lead =
+          asked == AskedLines::to_write.end() ? 0 : row * row_bytes - asked->second;
+      require(lead >= 1024 && lead <= 2048 + 2 * row_bytes,
+              "%ld rows of %ld, stride %ld, from %ld: an end of row %ld was asked for %ld ahead",
+              rows, row_bytes, stride, start, row, lead);
+    }
+  }
   require(AskedLines::at.size() <= 2 * written.size(),
           "%ld rows of %ld, stride %ld, from %ld: %zu lines for %zu pages", rows, row_bytes, stride,
           start, AskedLines::at.size(), written.size());
 }
 
 void ask_ahead() {
-  for (const int64_t row_bytes : {256, 512, 1000, 2048, 2500, 4096, 4100, 12345, 20000, 100000})
+  for (const int64_t row_bytes :
+       {100, 256, 512, 516, 1000, 2048, 2500, 4096, 4100, 12345, 20000, 100000})
     for (const int64_t gap : {0, 64, 1000, 4096, 50000})
       ask_for_what_follows((4 << 20) / row_bytes, row_bytes, row_bytes + gap);
   ask_for_what_follows(1, 4 << 20, 4 << 20);
   for (const int64_t row_bytes : {128, 1000, 4096, 4100, 5000, 8192, 12345, 20000, 100000})
     for (const int64_t gap : {0, 64, 1000, 4096, 50000})
       for (const int64_t start : {0, 64, 1032, 4095})
-        ask_for_pages((1 << 20) / row_bytes, row_bytes, row_bytes + gap, start);
-  ask_for_pages(1, 4 << 20, 4 << 20, 64);
+        ask_for_the_target((1 << 20) / row_bytes, row_bytes, row_bytes + gap, start);
+  ask_for_the_target(1, 4 << 20, 4 << 20, 64);
 }
 
 int main(int argc, char** argv) {
