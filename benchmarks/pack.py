@@ -35,7 +35,7 @@ import asyncrl._C as _C
 OPS = {"float32": (4, 4, 4), "bfloat16": (2, 2, 2), "float32 as bfloat16": (5, 4, 2)}
 """Number of the operation, bytes of an element in the parameter and on the wire."""
 DTYPE_OF_WIDTH = {4: torch.float32, 2: torch.bfloat16}
-ROW_BYTES = (128, 512, 4096, 16384, 0)  # in the parameter; 0: contiguous
+ROW_BYTES = (128, 512, 4096, 6000, 16384, 0)  # in the parameter; 0: contiguous; 6000 ends within a line
 LIBC = ctypes.CDLL(None)
 LIBC.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 

@@ -6,8 +6,9 @@
 // What a row has before and after them goes through the cache, and so does what the next row has of
 // the same line:
 //
-//   target:  |  : row    |         |    row  : next row  |           : rows meet within a line
-//               | cache  | around  |  cache  : cache     | around
+//   lines:   |        |        |        |        |        |
+//   target:      row ================== next row ==================
+//                cache|    around       |cache   |  around|cache
 //
 // Where nothing goes around, the last vector may overlap the one before: moving bytes twice is
 // harmless, and lanes that count elsewhere are cleared before the digest.
