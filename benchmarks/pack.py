@@ -1,10 +1,10 @@
 """Packing and unpacking buckets on the CPU, digest included, against memcpy and torch on the same memory.
 
-    python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--rounds 9] [--threads 1]
+    python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--gap 1] [--rounds 9] [--threads 1]
 
-A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie two row lengths apart (or
-follow each other: "contiguous"). In every round memcpy, torch, pack and unpack take turns, so that what else
-the machine does hits all of them; the table shows medians over rounds, the ratios taken within a round.
+A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie ``--gap`` row lengths apart
+(or follow each other: "contiguous"). In every round memcpy, torch, pack and unpack take turns, so that what
+else the machine does hits all of them; the table shows medians over rounds, the ratios taken within a round.
 
 * memcpy moves as many bytes as the copy, without gaps: for a cast the mean of what it reads and what it
   writes. It bounds contiguous copies; whether memory can follow rows with gaps as fast is the machine's.
@@ -74,7 +74,7 @@ def seconds_of(action: Callable[[], object], threads: int) -> float:
 
 
 def measure(
-    op: str, row_bytes: int, memory: tuple[torch.Tensor, torch.Tensor], rounds: int, threads: int
+    op: str, row_bytes: int, memory: tuple[torch.Tensor, torch.Tensor], gap: int, rounds: int, threads: int
 ) -> list[Row]:
     """Both directions of one operation; ``memory`` is the parameter's and the bucket's, uint8."""
     parameter, wire = memory
@@ -82,7 +82,7 @@ def measure(
     wire_bytes = wire.numel() * wire_width // local_width
     elements = wire_bytes // wire_width
     cols = row_bytes // local_width if row_bytes else elements
-    rows, stride = elements // cols, 2 * cols if row_bytes else cols
+    rows, stride = elements // cols, (1 + gap) * cols if row_bytes else cols
     table = array("q", [0, 0, stride, rows, cols, 0, 0, cols, 0, number])
     program = _C.CopyProgram(table, [parameter.numel()], wire_bytes, 1)
     workers = _C.CopyWorkers(threads) if threads > 1 else None
@@ -136,20 +136,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="64 MiB and 3 rounds")
     parser.add_argument("--json", type=Path, help="write the rows of the table here")
     parser.add_argument("--mib", type=int, default=256, help="size of the bucket")
+    parser.add_argument("--gap", type=int, default=1, help="between rows of the parameter, in rows")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.quick:
         options.mib, options.rounds = 64, 3
     num_bytes = options.mib << 20
-    memory = (torch.ones(2 * num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8))
+    sizes = ((1 + options.gap) * num_bytes, num_bytes)
+    memory = (torch.ones(sizes[0], dtype=torch.uint8), torch.ones(sizes[1], dtype=torch.uint8))
     print("| elements | direction | rows | GB/s | memcpy GB/s | of memcpy | torch | gate | verdict |")
     print("|---|---|---|---|---|---|---|---|---|")
     torch.set_num_threads(options.threads)
     results: list[Row] = []
     for op in OPS:
         for row_bytes in ROW_BYTES:
-            for row in measure(op, row_bytes, memory, options.rounds, options.threads):
+            for row in measure(op, row_bytes, memory, options.gap, options.rounds, options.threads):
                 results.append(row)
                 print(line_of(row), flush=True)
     if options.json:

@@ -9,7 +9,7 @@
 // Other rows: from six pieces in turns, each begun at another of its lines.
 //
 //   source, in the order of copying:   | being copied | being asked for |
-//                                                      0  1  2  3  4  5   pieces of 4 to 16 KiB
+//                                                      0  1  2  3  4  5   pieces of 2 to 16 KiB
 //
 // Memory answers for six pages side by side faster than for one after the other; lines at the same
 // place of every page would meet in one bank.

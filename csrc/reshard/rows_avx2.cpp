@@ -102,7 +102,7 @@ inline __m256i seeds_from(uint64_t unit) {
 
 struct Sums {
   __m256i even = _mm256_setzero_si256(), odd = even, plain = even;
-  uint64_t singles = 0;
+  uint64_t singles = 0;  // of units that are moved one by one
 
   void add(__m256i units, __m256i seeds) {
     const __m256i folded = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 16));
@@ -279,13 +279,12 @@ template <RowMove kMove>
 uint64_t move_rows(const Rows& rows) {
   using Around = Run<kMove, Run<kMove, false>::kCanStream>;  // the cache
   Moved<kMove> moved(rows);
-  uint64_t others = 0;
   const bool past_cache = rows.past_cache;
   const uint64_t ends = for_each_row<kMove>(
       rows, [&](const std::byte* source, std::byte* target, int64_t count, uint64_t unit) {
         const bool crosses = (unit >> 32) != ((unit + static_cast<uint64_t>(count) - 1) >> 32);
         if (count < kLanes || crosses) {
-          others += move_units<kMove>(source, target, count, unit);
+          moved.sums.singles += move_units<kMove>(source, target, count, unit);
           moved.ahead.pieces.row_moved(0);
         } else if (past_cache && count >= 3 * kLanes && Around::can_align(target)) {
           Around(moved, source, target, count, unit).move(moved);
@@ -294,7 +293,7 @@ uint64_t move_rows(const Rows& rows) {
         }
       });
   if (past_cache) _mm_sfence();
-  return ends + others + moved.sums.total();
+  return ends + moved.sums.total();
 }
 
 uint64_t move_any_rows(RowMove move, const Rows& rows) {
