@@ -1,22 +1,22 @@
 // Asks for the source of a copy, and for the pages of its target, before they are needed.
 //
-// Of the source one line whenever a line is copied.
+// Of the source one line whenever a line is copied, where rows have no gaps: they are a straight
+// line, which memory foresees. Asked for a page and three quarters ahead, so that reading and
+// writing do not keep meeting in one bank. So are short rows with gaps no longer than themselves,
+// gaps and all: a straight line is worth more than the bytes saved.
 //
-// Rows without gaps are a straight line, which memory foresees: a page and three quarters ahead, so
-// that reading and writing do not keep meeting in one bank. So are short rows with gaps no longer
-// than themselves, gaps and all: a straight line is worth more than the bytes saved.
+// Other rows: the line at the same place of the pieces that come next, four of them.
 //
-// Other rows: from six pieces in turns, each begun at another of its lines.
+//   source, as it is copied:   | is copied |    4    |    3    |    2    |    1    |
+//                                 pieces of 1 to 4 KiB, and how often asked for by then
 //
-//   source, in the order of copying:   | being copied | being asked for |
-//                                                      0  1  2  3  4  5   pieces of 2 to 16 KiB
+// Four times, as a core drops requests that it cannot take at once. Into the second cache, which
+// can wait for more lines than the first; but those of short rows, of which memory foresees
+// nothing, into the first.
 //
-// Memory answers for six pages side by side faster than for one after the other; lines at the same
-// place of every page would meet in one bank.
-//
-// Pages must be found before their lines can come: one line of each is asked for long before the
+// Pages must be found before their lines can come: of each one line is asked for long before the
 // others. In the source of such rows when a row begins, for the first and the last page of one that
-// is 18 pieces away.
+// is 8 pieces away.
 //
 // A target that is written around the cache is not to be loaded; but a store waits for its page,
 // and all that follow wait for the store. So pages are asked for: the first two of the next row
@@ -28,6 +28,7 @@
 #define ASYNCRL_RESHARD_AHEAD_H_
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -43,6 +44,9 @@ constexpr int64_t kLine = 64;
 
 struct Prefetch {
   ASYNCRL_INLINED static void line(const std::byte* address) { __builtin_prefetch(address, 0, 0); }
+  ASYNCRL_INLINED static void line_to_second(const std::byte* address) {
+    __builtin_prefetch(address, 0, 2);
+  }
   ASYNCRL_INLINED static void line_to_write(const std::byte* address) {
     __builtin_prefetch(address, 1, 3);
   }
@@ -74,15 +78,21 @@ class StraightLine {
 
   bool holds() const { return holds_; }
   bool has_gaps() const { return has_gaps_; }
+
+  // What to ask for while the lines of a row are copied.
   template <bool kHasGaps>
-  ASYNCRL_INLINED void ask(const std::byte* row, int64_t offset) const {
-    if constexpr (kHasGaps) {
-      Memory::line(row + 2 * offset + kDistance);
-      Memory::line(row + 2 * offset + kDistance + kLine);
-    } else {
-      Memory::line(row + offset + kDistance);
+  struct Lines {
+    const std::byte* row;
+
+    ASYNCRL_INLINED void ask(const std::byte* line) const {
+      if constexpr (kHasGaps) {
+        Memory::line(line + (line - row) + kDistance);
+        Memory::line(line + (line - row) + kDistance + kLine);
+      } else {
+        Memory::line(line + kDistance);
+      }
     }
-  }
+  };
 
  private:
   static constexpr int64_t kShortRow = 2048, kDistance = 7168;
@@ -92,109 +102,80 @@ class StraightLine {
 template <typename Memory = Prefetch>
 class Pieces {
  public:
-  Pieces(const std::byte* source, int64_t rows, int64_t row_bytes, int64_t gap)
-      : source_(source), row_bytes_(row_bytes), stride_(row_bytes + gap) {
-    const int64_t lines = lines_touched();
-    pieces_per_row_ = std::max<int64_t>(row_bytes / kLongPiece, 1);
-    rows_per_piece_ = std::max(std::min(kShortPiece / row_bytes, kMostRounds / lines), int64_t{1});
-    lines_per_row_ = (lines + pieces_per_row_ - 1) / pieces_per_row_;  // of the piece
-    rounds_ = rows_per_piece_ * lines_per_row_;
-    left_ = (rows * pieces_per_row_ + rows_per_piece_ - 1) / rows_per_piece_ - kPieces;
-    if (!is_live()) return;
-    for (int64_t round = 0; round < rounds_; ++round)
-      offsets_[round] = round / lines_per_row_ * stride_ + round % lines_per_row_ * kLine;
-    for (int64_t round = rounds_; round < rounds_ + kPieces * kStagger; ++round)
-      offsets_[round] = offsets_[round - rounds_];
-    early_ = std::max<int64_t>(kEarly * rows_per_piece_ / pieces_per_row_, 1) * stride_;
-    start_block();
+  Pieces(const Rows& rows, int64_t row_bytes)
+      : stride_(rows.source_stride), row_bytes_(row_bytes), rows_left_(rows.rows) {
+    const int64_t lines = (row_bytes + kLine - 1) / kLine;
+    per_row_ = std::max<int64_t>(row_bytes / kPiece, 1);
+    lines_ = (lines + per_row_ - 1) / per_row_;
+    step_ = std::max<int64_t>(kPiece / std::max(row_bytes, kLine), 1);
+    early_ = std::max<int64_t>(kEarly * step_ / per_row_, 1) * stride_;
+    is_short_ = row_bytes < kShortRow;
+    ends_within_lines_ =
+        (reinterpret_cast<uintptr_t>(rows.source) | stride_ | row_bytes) % kLine != 0;
   }
-  Pieces() = default;  // never live
+  Pieces() = default;
 
-  // Something is left to ask for.
-  bool is_live() const { return left_ > 0; }
+  bool is_short() const { return is_short_; }  // the row
+  int64_t lines() const { return lines_; }     // of a piece, at most
+
+  // What to ask for while the lines of a piece are copied.
+  template <bool kShort>
+  struct Lines {
+    std::array<int64_t, 4> distances;
+
+    ASYNCRL_INLINED void ask(const std::byte* line) const {
+      for (const int64_t distance : distances)
+        kShort ? Memory::line(line + distance) : Memory::line_to_second(line + distance);
+    }
+  };
 
   // The start of a row.
   ASYNCRL_INLINED void row_begins(const std::byte* row) {
+    --rows_left_;
     pages_.find(row + early_);
     pages_.find(row + early_ + row_bytes_ - 1);
+    if (!ends_within_lines_) return;
+    is_short_ ? ask_for_ends<true>(row) : ask_for_ends<false>(row);
   }
 
-  // Asks for a line while one is copied: 0, 1, ... below lines_left(). Then tell how many.
-  int64_t lines_left() const { return kPieces - turn_; }
-  ASYNCRL_INLINED void ask(int64_t line) const {
-    const int64_t turn = turn_ + line;
-    Memory::line(pieces_[turn] + offsets_[round_ + turn * kStagger]);
-  }
-  void asked(int64_t lines) {
-    turn_ += lines;
-    if (turn_ < kPieces) return;
-    turn_ = 0;
-    if (++round_ >= rounds_) next_block();
-  }
-
-  // The end of a row, in which so many lines were asked for; the others follow, so that the pieces
-  // do not drift away from the copy.
-  void row_moved(int64_t lines_asked) {
-    for (int64_t line = lines_asked; line < lines_per_row_ * pieces_per_row_ && is_live(); ++line) {
-      ask(0);
-      asked(1);
-    }
+  // A row's piece 0, 1, ...
+  template <bool kShort>
+  ASYNCRL_INLINED Lines<kShort> piece(int64_t piece) const {
+    return {{to_piece(piece, 4 * step_), to_piece(piece, 3 * step_), to_piece(piece, 2 * step_),
+             to_piece(piece, step_)}};
   }
 
  private:
-  static constexpr int64_t kPieces = 6, kShortPiece = 4096;
-  static constexpr int64_t kLongPiece = 8192;  // at most: pieces are shorter than two of these
-  static constexpr int64_t kMostRounds = 2 * kLongPiece / kLine + 1;
-  static constexpr int64_t kStagger = 8;  // rounds
-  static constexpr int64_t kEarly = 3 * kPieces;
+  static constexpr int64_t kPiece = 2048;  // longer rows are cut in pieces that are not shorter
+  static constexpr int64_t kEarly = 8, kShortRow = 512;
 
-  // By a row, at most; very short ones are taken for a line.
-  int64_t lines_touched() const {
-    const bool is_aligned = (reinterpret_cast<uintptr_t>(source_) | stride_) % kLine == 0;
-    const int64_t before = is_aligned || row_bytes_ < kLine ? 0 : kLine - 1;
-    return (before + row_bytes_ + kLine - 1) / kLine;
+  // What other rows touch besides the lines that are asked for while this one is copied, wherever
+  // those begin: the line of the first byte, and the lines of the last 64.
+  template <bool kShort>
+  ASYNCRL_INLINED void ask_for_ends(const std::byte* row) const {
+    const Lines<kShort> rows = {
+        {to_row(4 * step_), to_row(3 * step_), to_row(2 * step_), to_row(step_)}};
+    rows.ask(row);
+    if (row_bytes_ > kLine) rows.ask(row + row_bytes_ - kLine);
+    rows.ask(row + row_bytes_ - 1);
   }
 
-  void next_block() {
-    round_ = 0;
-    left_ -= kPieces;
-    if (is_live()) start_block();
+  // Distances; none to what is after the last row.
+  ASYNCRL_INLINED int64_t to_row(int64_t further) const {
+    return further > rows_left_ ? 0 : further * stride_;
+  }
+  ASYNCRL_INLINED int64_t to_piece(int64_t piece, int64_t further) const {
+    if (per_row_ == 1) return to_row(further);
+    const int64_t at = piece + further, row = at / per_row_;
+    return row > rows_left_ ? 0 : to_row(row) + (at % per_row_ - piece) * lines_ * kLine;
   }
 
-  void start_block() {
-    first_ += kPieces;
-    for (int64_t turn = 0; turn < kPieces; ++turn) {
-      const int64_t piece = first_ + std::min(turn, left_ - 1);
-      const int64_t row = piece / pieces_per_row_ * rows_per_piece_;
-      pieces_[turn] = source_ + row * stride_ + piece % pieces_per_row_ * lines_per_row_ * kLine;
-    }
-  }
-
-  const std::byte* source_ = nullptr;
-  int64_t row_bytes_ = 0, stride_ = 0, early_ = 0;
+  int64_t stride_ = 0, row_bytes_ = 0, early_ = 0;
+  int64_t per_row_ = 1, lines_ = 0;
+  int64_t step_ = 1;       // pieces, or rows, to what is asked for
+  int64_t rows_left_ = 0;  // after the current one
+  bool is_short_ = false, ends_within_lines_ = false;
   Pages<Memory> pages_;
-  int64_t rows_per_piece_ = 1, pieces_per_row_ = 1, lines_per_row_ = 0;
-  int64_t left_ = 0;                // pieces that are to be asked for
-  int64_t first_ = 0, turn_ = 0;    // the first piece of the block, the one that is next
-  int64_t round_ = 0, rounds_ = 0;  // over all six
-  const std::byte* pieces_[kPieces] = {};
-  int64_t offsets_[kMostRounds + kPieces * kStagger];  // of the lines of a piece, and again
-};
-
-template <typename Memory = Prefetch>
-struct Ahead {
-  StraightLine<Memory> line;
-  Pieces<Memory> pieces;
-
-  Ahead(const Rows& rows, int64_t row_bytes)
-      : Ahead(rows, row_bytes, rows.rows == 1 ? 0 : rows.source_stride - row_bytes) {}
-
- private:
-  Ahead(const Rows& rows, int64_t row_bytes, int64_t gap)
-      : line(row_bytes, gap),
-        pieces(line.holds() || row_bytes == 0
-                   ? Pieces<Memory>()
-                   : Pieces<Memory>(rows.source, rows.rows, row_bytes, gap)) {}
 };
 
 template <typename Memory = Prefetch>
@@ -219,12 +200,13 @@ class Target {
     const std::byte* next = row + stride_;
     pages_.find(next);
     pages_.find(next + second_);
+    page_ = row, end_ = row + row_bytes_;
   }
 
-  // Before a row's next kPage bytes, of which `offset` are written.
-  ASYNCRL_INLINED void ask(const std::byte* row, int64_t offset) const {
-    if (offset + kPage < row_bytes_)
-      Memory::line(row + std::min(offset + 2 * kPage, row_bytes_ - 1));
+  // Before the next bytes of the row are written.
+  ASYNCRL_INLINED void goes_on(const std::byte* address, int64_t bytes) {
+    for (; page_ < address + bytes; page_ += kPage)
+      if (page_ + kPage < end_) Memory::line(std::min(page_ + 2 * kPage, end_ - 1));
   }
 
  private:
@@ -234,7 +216,20 @@ class Target {
   int64_t second_;  // a byte of a row's second page
   int64_t ends_;    // to the row whose ends are asked for
   bool ends_within_lines_;
+  const std::byte *page_ = nullptr, *end_ = nullptr;  // of the row: where to ask again, its end
   Pages<Memory> pages_;
+};
+
+template <typename Memory = Prefetch>
+struct Ahead {
+  StraightLine<Memory> line;
+  Pieces<Memory> pieces;
+  Target<Memory> target;
+
+  Ahead(const Rows& rows, int64_t source_bytes, int64_t target_bytes)  // of a row
+      : line(source_bytes, rows.rows == 1 ? 0 : rows.source_stride - source_bytes),
+        pieces(line.holds() ? Pieces<Memory>() : Pieces<Memory>(rows, source_bytes)),
+        target(rows, target_bytes) {}
 };
 
 #undef ASYNCRL_INLINED

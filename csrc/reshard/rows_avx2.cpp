@@ -1,10 +1,9 @@
-// Rows by AVX2, eight units at a time. Per vector: the keys of its units (even and odd lanes), two
-// 32 x 32 -> 64 bit products, and a sum for the 2^32 part of every factor; the three accumulators
-// stay in registers over a row.
+// Rows by AVX2, eight units at a time.
 //
-// Only whole lines of the target go around the cache, as a part of one would be merged by memory.
-// What a row has before and after them goes through the cache, and so does what the next row has of
-// the same line:
+// Rows whose target is whole lines take a short way: everything goes around the cache. Of others
+// only whole lines of the target do, as a part of one would be merged by memory. What such a row
+// has before and after them goes through the cache, and so does what the next row has of the same
+// line:
 //
 //   lines:   |        |        |        |        |        |
 //   target:      row ================== next row ==================
@@ -15,269 +14,209 @@
 #include "reshard/rows.h"
 
 #ifdef __AVX2__
-#include <immintrin.h>
-
 #include "reshard/ahead.h"
 #include "reshard/row_moves.h"
+#include "reshard/vectors_avx2.h"
 
 namespace asyncrl::reshard {
 namespace {
 
-constexpr int64_t kLanes = 8;
+#define ASYNCRL_INLINED [[gnu::always_inline]] inline
 
-inline __m256i load_vector(const std::byte* address) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
-}
-
-template <bool kStream>
-inline void store_vector(std::byte* address, __m256i value) {
-  if constexpr (kStream) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(address), value);
-  } else {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value);
-  }
-}
-
-// bfloat16 of eight float32, in the low halves of the lanes.
-inline __m256i round_lanes(__m256i bits) {
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(
-      _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
-  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-  const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000));
-  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), is_nan);
-}
-
-// Sixteen 16-bit values from the low halves of two vectors, in order.
-inline __m256i narrow(__m256i first, __m256i second) {
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xD8);
-}
-
-// Eight 16-bit values to the high halves of the lanes: bfloat16 to float32.
-inline __m256i widen(__m128i values) {
-  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16);
-}
-
-inline __m128i load_half(const std::byte* address) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(address));
-}
-
-// Moves eight units; returns them.
-template <RowMove kMove, bool kStream>
-inline __m256i move_vector(const std::byte* source, std::byte* target) {
-  if constexpr (kMove == RowMove::kCopy) {
-    const __m256i units = load_vector(source);
-    store_vector<kStream>(target, units);
-    return units;
-  } else if constexpr (kMove == RowMove::kRoundToWire) {
-    const __m256i units =
-        narrow(round_lanes(load_vector(source)), round_lanes(load_vector(source + 32)));
-    store_vector<kStream>(target, units);
-    return units;
-  } else if constexpr (kMove == RowMove::kWidenOffWire) {
-    const __m256i units = load_vector(source);
-    store_vector<kStream>(target, widen(_mm256_castsi256_si128(units)));
-    store_vector<kStream>(target + 32, widen(_mm256_extracti128_si256(units, 1)));
-    return units;
-  } else if constexpr (kMove == RowMove::kWidenToWire) {
-    const __m256i units = widen(load_half(source));
-    store_vector<kStream>(target, units);
-    return units;
-  } else {
-    static_assert(kMove == RowMove::kRoundOffWire && !kStream);
-    const __m256i units = load_vector(source);
-    const __m256i values = narrow(round_lanes(units), _mm256_setzero_si256());
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_castsi256_si128(values));
-    return units;
-  }
-}
-
-inline __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
-
-// Seeds of eight units that follow each other.
-inline __m256i seeds_from(uint64_t unit) {
-  const __m256i steps = _mm256_mullo_epi32(lane_numbers(), _mm256_set1_epi32(int(kKeyStep)));
-  return _mm256_add_epi32(_mm256_set1_epi32(int(key_seed(unit))), steps);
-}
-
-struct Sums {
-  __m256i even = _mm256_setzero_si256(), odd = even, plain = even;
-  uint64_t singles = 0;  // of units that are moved one by one
-
-  void add(__m256i units, __m256i seeds) {
-    const __m256i folded = _mm256_xor_si256(seeds, _mm256_srli_epi32(seeds, 16));
-    const __m256i twice = _mm256_add_epi32(folded, folded);
-    const __m256i square =
-        _mm256_mullo_epi32(folded, _mm256_sub_epi32(twice, _mm256_set1_epi32(-1)));
-    const __m256i keys = _mm256_xor_si256(square, _mm256_srli_epi32(square, 15));
-    even = _mm256_add_epi64(even, _mm256_mul_epu32(units, keys));
-    odd = _mm256_add_epi64(
-        odd, _mm256_mul_epu32(_mm256_srli_epi64(units, 32), _mm256_srli_epi64(keys, 32)));
-    plain = _mm256_add_epi32(plain, units);
-  }
-
-  uint64_t total() const {
-    alignas(32) uint64_t products[4];
-    alignas(32) uint32_t values[kLanes];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(products), _mm256_add_epi64(even, odd));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(values), plain);
-    uint64_t sum = singles;
-    for (const uint64_t product : products) sum += product;
-    for (const uint32_t value : values) sum += static_cast<uint64_t>(value) << 32;
-    return sum;
-  }
+// Of a unit at the source and at the target, in bytes; and how many there are in a line of each.
+template <RowMove kMove>
+struct Units {
+  static constexpr int64_t kPerUnit = kUnitBytes / Move<kMove>::kWire;
+  static constexpr int64_t kSource = kPerUnit * Move<kMove>::kSource;
+  static constexpr int64_t kTarget = kPerUnit * Move<kMove>::kTarget;
+  static constexpr int64_t kSourceLine = kLine / kSource, kTargetLine = kLine / kTarget;
+  static constexpr bool kCanGoAround = kTarget * kLanes >= 32;
 };
 
 // What all rows of a move share.
 template <RowMove kMove>
 struct Moved {
   explicit Moved(const Rows& rows)
-      : ahead(rows, rows.elements * Move<kMove>::kSource),
-        target(rows, rows.elements * Move<kMove>::kTarget) {}
+      : ahead(rows, rows.elements * Move<kMove>::kSource, rows.elements * Move<kMove>::kTarget) {}
 
   Sums sums;
   Ahead<> ahead;
-  Target<> target;
 };
 
-// At least kLanes units, all of them below the same multiple of 2^32.
-template <RowMove kMove, bool kStream>
-class Run {
+// Where the copy of a row is.
+template <RowMove kMove>
+struct Place {
+  const std::byte* source;
+  std::byte* target;
+  __m256i seeds;  // of the next units
+
+  template <bool kAround>
+  ASYNCRL_INLINED void move_vector_to(Sums& sums) {
+    sums.add(move_vector<kMove, kAround>(source, target), seeds);
+    seeds = next_seeds(seeds);
+    source += kLanes * Units<kMove>::kSource, target += kLanes * Units<kMove>::kTarget;
+  }
+};
+
+// Moves so many lines of the source. Works on copies that nothing else can reach, so that they stay
+// in registers: for all the compiler knows, every store to the target could change the originals.
+template <RowMove kMove, bool kAround, typename Lines>
+ASYNCRL_INLINED void move_lines(Moved<kMove>& moved, Place<kMove>& place, int64_t lines,
+                                const Lines ahead) {
+  using U = Units<kMove>;
+  if constexpr (kAround)
+    moved.ahead.target.goes_on(place.target, lines * U::kSourceLine * U::kTarget);
+  Sums sums = moved.sums;
+  Place<kMove> at = place;
+  for (int64_t line = 0; line < lines; ++line) {
+    ahead.ask(at.source);
+    for (int64_t vector = 0; vector < U::kSourceLine / kLanes; ++vector)
+      at.template move_vector_to<kAround>(sums);
+  }
+  moved.sums = sums, place = at;
+}
+
+template <RowMove kMove, bool kAround, bool kHasGaps>
+ASYNCRL_INLINED void move_straight(Moved<kMove>& moved, Place<kMove>& place, int64_t lines) {
+  constexpr int64_t kAtOnce = 64;
+  const StraightLine<>::Lines<kHasGaps> ahead = {place.source};
+  for (; lines > 0; lines -= kAtOnce)
+    move_lines<kMove, kAround>(moved, place, std::min(lines, kAtOnce), ahead);
+}
+
+template <RowMove kMove, bool kAround, bool kShort>
+ASYNCRL_INLINED void move_pieces(Moved<kMove>& moved, Place<kMove>& place, int64_t lines) {
+  Pieces<>& pieces = moved.ahead.pieces;
+  pieces.row_begins(place.source);
+  for (int64_t piece = 0; lines > 0; ++piece, lines -= pieces.lines())
+    move_lines<kMove, kAround>(moved, place, std::min(lines, pieces.lines()),
+                               pieces.piece<kShort>(piece));
+}
+
+// Moves a row's lines of the source.
+template <RowMove kMove, bool kAround>
+ASYNCRL_INLINED void move_row(Moved<kMove>& moved, Place<kMove>& place, int64_t lines) {
+  if (moved.ahead.line.holds()) {
+    if (moved.ahead.line.has_gaps()) {
+      move_straight<kMove, kAround, true>(moved, place, lines);
+    } else {
+      move_straight<kMove, kAround, false>(moved, place, lines);
+    }
+  } else if (moved.ahead.pieces.is_short()) {
+    move_pieces<kMove, kAround, true>(moved, place, lines);
+  } else {
+    move_pieces<kMove, kAround, false>(moved, place, lines);
+  }
+}
+
+// Any row of at least kLanes units, all of them below the same multiple of 2^32.
+template <RowMove kMove, bool kAround>
+class Row {
  public:
-  static constexpr int64_t kPerUnit = kUnitBytes / Move<kMove>::kWire;
-  static constexpr int64_t kSource = kPerUnit * Move<kMove>::kSource;  // bytes per unit
-  static constexpr int64_t kTarget = kPerUnit * Move<kMove>::kTarget;
-  static constexpr bool kCanStream = kTarget * kLanes >= 32;
+  Row(Moved<kMove>& moved, const std::byte* source, std::byte* target, int64_t count, uint64_t unit)
+      : moved_(moved), place_{source, target, {}}, left_(count), end_(unit + uint64_t(count)) {}
 
-  Run(const Moved<kMove>& moved, const std::byte* source, std::byte* target, int64_t count,
-      uint64_t unit)
-      : sums_(moved.sums), source_(source), target_(target), count_(count), unit_(unit) {}
-
-  void move(Moved<kMove>& moved) {
-    if constexpr (kStream) {
-      moved.target.row_begins(target_);
-      const int64_t before = units_before_line(target_);
-      move_singly(before % kLanes);
-      seeds_ = seeds_from(unit_ + static_cast<uint64_t>(done_));
-      if (done_ < before) move_next<false>();
-      end_ = done_ + (count_ - done_) / kTargetLine * kTargetLine;
+  void move() {
+    int64_t vectors = left_;  // units that go the same way
+    if constexpr (kAround) {
+      moved_.ahead.target.row_begins(place_.target);
+      move_up_to_line();
+      vectors = left_ / U::kTargetLine * U::kTargetLine;
     } else {
-      seeds_ = seeds_from(unit_);
-      end_ = count_;
+      place_.seeds = seeds_from(next_unit());
     }
-    int64_t asked = 0;
-    if (!moved.ahead.line.holds()) {
-      asked = move_asking_pieces(moved.ahead.pieces, moved.target);
-    } else if (moved.ahead.line.has_gaps()) {
-      move_asking_line<true>(moved.ahead.line, moved.target);
-    } else {
-      move_asking_line<false>(moved.ahead.line, moved.target);
-    }
-    move_rest();
-    moved.ahead.pieces.row_moved(asked);
-    moved.sums = sums_;
-  }
-
-  static bool can_align(const std::byte* target) {
-    return kCanStream && reinterpret_cast<uintptr_t>(target) % kTarget == 0;
-  }
-
- private:
-  static constexpr int64_t kPerLine = kLine / kSource, kTargetLine = kLine / kTarget;  // units
-  static constexpr int64_t kLinesPerPage = Target<>::kPage / (kPerLine * kTarget);
-
-  template <bool kHasGaps>
-  void move_asking_line(const StraightLine<>& line, const Target<>& target) {
-    while (lines_left() > 0) {
-      ask_for_page(target);
-      const int64_t end = done_ + std::min(lines_left(), kLinesPerPage) * kPerLine;
-      while (done_ < end) {
-        line.template ask<kHasGaps>(source_, done_ * kSource);
-        move_line();
-      }
-    }
-  }
-
-  // Returns for how many lines it asked.
-  int64_t move_asking_pieces(Pieces<>& pieces, const Target<>& target) {
-    const int64_t first = done_;
-    pieces.row_begins(source_);
-    while (pieces.is_live() && lines_left() > 0) {
-      ask_for_page(target);
-      const int64_t lines = std::min(lines_left(), pieces.lines_left());
-      for (int64_t line = 0; line < lines; ++line) {
-        pieces.ask(line);
-        move_line();
-      }
-      pieces.asked(lines);
-    }
-    return (done_ - first) / kPerLine;
-  }
-
-  void move_rest() {
-    while (done_ + kLanes <= end_) move_next<kStream>();
-    if constexpr (kStream) {
-      while (done_ + kLanes <= count_) move_next<false>();
-      move_singly(count_ - done_);
-    } else if (done_ < count_) {
+    const int64_t lines = vectors / U::kSourceLine;
+    move_row<kMove, kAround>(moved_, place_, lines);
+    left_ -= lines * U::kSourceLine, vectors -= lines * U::kSourceLine;
+    for (; vectors >= kLanes; vectors -= kLanes) move_next<kAround>();
+    if constexpr (kAround) {
+      while (left_ >= kLanes) move_next<false>();
+      move_singly(left_);
+    } else if (left_ > 0) {
       move_last_vector();
     }
   }
 
-  int64_t lines_left() const { return (end_ - done_) / kPerLine; }
-
-  void ask_for_page(const Target<>& target) {
-    if (!kStream || done_ * kTarget < page_at_) return;
-    target.ask(target_, page_at_);
-    page_at_ += Target<>::kPage;
+  static bool can_go_around(const std::byte* target, int64_t count) {
+    return U::kCanGoAround && count >= 3 * kLanes &&
+           reinterpret_cast<uintptr_t>(target) % U::kTarget == 0;
   }
 
-  void move_line() {
-    for (int64_t vector = 0; vector < kPerLine / kLanes; ++vector) move_next<kStream>();
+ private:
+  using U = Units<kMove>;
+
+  uint64_t next_unit() const { return end_ - static_cast<uint64_t>(left_); }
+
+  void move_up_to_line() {
+    const int64_t units =
+        static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(place_.target)) % kLine) / U::kTarget;
+    move_singly(units % kLanes);
+    place_.seeds = seeds_from(next_unit());
+    if (units >= kLanes) move_next<false>();
   }
 
-  template <bool kAround>
+  template <bool kThisAround>
   void move_next() {
-    sums_.add(move_vector<kMove, kAround>(source_ + done_ * kSource, target_ + done_ * kTarget),
-              seeds_);
-    seeds_ = _mm256_add_epi32(seeds_, _mm256_set1_epi32(int(kKeyStep * kLanes)));
-    done_ += kLanes;
+    place_.template move_vector_to<kThisAround>(moved_.sums);
+    left_ -= kLanes;
   }
 
   void move_singly(int64_t count) {
-    sums_.singles += move_units<kMove>(source_ + done_ * kSource, target_ + done_ * kTarget, count,
-                                       unit_ + static_cast<uint64_t>(done_));
-    done_ += count;
+    moved_.sums.singles += move_units<kMove>(place_.source, place_.target, count, next_unit());
+    place_.source += count * U::kSource, place_.target += count * U::kTarget;
+    left_ -= count;
   }
 
   // The last eight units, of which some were moved before; they do not count again.
   void move_last_vector() {
-    const int64_t first = count_ - kLanes;
-    const __m256i units =
-        move_vector<kMove, false>(source_ + first * kSource, target_ + first * kTarget);
-    const __m256i counted =
-        _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(done_ - first - 1)));
-    sums_.add(_mm256_and_si256(units, counted), seeds_from(unit_ + static_cast<uint64_t>(first)));
+    const int64_t again = kLanes - left_;
+    const __m256i units = move_vector<kMove, false>(place_.source - again * U::kSource,
+                                                    place_.target - again * U::kTarget);
+    const __m256i counted = _mm256_cmpgt_epi32(lane_numbers(), _mm256_set1_epi32(int(again - 1)));
+    moved_.sums.add(_mm256_and_si256(units, counted), seeds_from(end_ - kLanes));
   }
 
-  static int64_t units_before_line(const std::byte* target) {
-    return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % kLine) / kTarget;
-  }
-
-  Sums sums_;  // a copy that nothing else can reach: stays in registers
-  const std::byte* source_;
-  std::byte* target_;
-  int64_t count_;
-  uint64_t unit_;
-  int64_t done_ = 0;     // units
-  int64_t end_ = 0;      // of the vectors; of those that go around the cache where some do
-  int64_t page_at_ = 0;  // byte of the target before which to ask for a page again
-  __m256i seeds_;
+  Moved<kMove>& moved_;
+  Place<kMove> place_;
+  int64_t left_;  // units
+  uint64_t end_;  // the unit after the last
 };
 
+// Whether the target of every row is whole lines, and the source as many or half of them.
 template <RowMove kMove>
-uint64_t move_rows(const Rows& rows) {
-  using Around = Run<kMove, Run<kMove, false>::kCanStream>;  // the cache
+bool are_whole_lines(const Rows& rows) {
+  using M = Move<kMove>;
+  const int64_t source_bytes = rows.elements * M::kSource,
+                target_bytes = rows.elements * M::kTarget;
+  const uint64_t last = rows.position + uint64_t(rows.rows - 1) * rows.position_stride +
+                        uint64_t(rows.elements * M::kWire - 1);
+  const auto target = static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows.target));
+  return ((target | rows.target_stride | target_bytes | source_bytes) % kLine == 0) &&
+         ((rows.position | rows.position_stride) % kUnitBytes == 0) &&
+         rows.position / kUnitBytes >> 32 == last / kUnitBytes >> 32;
+}
+
+// The short way.
+template <RowMove kMove>
+uint64_t move_whole_lines(const Rows& rows) {
+  Moved<kMove> moved(rows);
+  const int64_t lines = rows.elements * Move<kMove>::kSource / kLine;
+  const std::byte* source = rows.source;
+  std::byte* target = rows.target;
+  uint64_t unit = rows.position / kUnitBytes;
+  for (int64_t row = 0; row < rows.rows; ++row) {
+    Place<kMove> place = {source, target, seeds_from(unit)};
+    moved.ahead.target.row_begins(target);
+    move_row<kMove, true>(moved, place, lines);
+    source += rows.source_stride, target += rows.target_stride;
+    unit += rows.position_stride / kUnitBytes;
+  }
+  return moved.sums.total();
+}
+
+template <RowMove kMove>
+uint64_t move_each_row(const Rows& rows) {
+  constexpr bool kCanGoAround = Units<kMove>::kCanGoAround;
   Moved<kMove> moved(rows);
   const bool past_cache = rows.past_cache;
   const uint64_t ends = for_each_row<kMove>(
@@ -285,15 +224,26 @@ uint64_t move_rows(const Rows& rows) {
         const bool crosses = (unit >> 32) != ((unit + static_cast<uint64_t>(count) - 1) >> 32);
         if (count < kLanes || crosses) {
           moved.sums.singles += move_units<kMove>(source, target, count, unit);
-          moved.ahead.pieces.row_moved(0);
-        } else if (past_cache && count >= 3 * kLanes && Around::can_align(target)) {
-          Around(moved, source, target, count, unit).move(moved);
+        } else if (past_cache && Row<kMove, kCanGoAround>::can_go_around(target, count)) {
+          Row<kMove, kCanGoAround>(moved, source, target, count, unit).move();
         } else {
-          Run<kMove, false>(moved, source, target, count, unit).move(moved);
+          Row<kMove, false>(moved, source, target, count, unit).move();
         }
       });
-  if (past_cache) _mm_sfence();
   return ends + moved.sums.total();
+}
+
+template <RowMove kMove>
+uint64_t move_rows(const Rows& rows) {
+  if (!rows.past_cache) return move_each_row<kMove>(rows);
+  uint64_t digest = 0;
+  if constexpr (Units<kMove>::kCanGoAround)
+    digest =
+        are_whole_lines<kMove>(rows) ? move_whole_lines<kMove>(rows) : move_each_row<kMove>(rows);
+  else
+    digest = move_each_row<kMove>(rows);
+  _mm_sfence();
+  return digest;
 }
 
 uint64_t move_any_rows(RowMove move, const Rows& rows) {
@@ -311,6 +261,8 @@ uint64_t move_any_rows(RowMove move, const Rows& rows) {
   }
   return 0;
 }
+
+#undef ASYNCRL_INLINED
 
 }  // namespace
 
