@@ -1,10 +1,11 @@
 """Packing and unpacking buckets on the CPU, digest included, against memcpy and torch on the same memory.
 
-    python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--gap 1] [--rounds 9] [--threads 1]
+    python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--gap 1 3] [--rounds 9] [--threads 1]
 
-A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie ``--gap`` row lengths apart
-(or follow each other: "contiguous"). In every round memcpy, torch, pack and unpack take turns, so that what
-else the machine does hits all of them; the table shows medians over rounds, the ratios taken within a round.
+A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie ``--gap`` row lengths apart,
+each of these (3: every rank of TP 4 packs a quarter of each row), or follow each other ("contiguous"). In every
+round memcpy, torch, pack and unpack take turns, so that what else the machine does hits all of them; the table
+shows medians over rounds, the ratios taken within a round.
 
 * memcpy moves as many bytes as the copy, without gaps: for a cast the mean of what it reads and what it
   writes. It bounds contiguous copies; whether memory can follow rows with gaps as fast is the machine's.
@@ -47,6 +48,7 @@ class Row:
     op: str
     direction: str  # pack or unpack
     row_bytes: int  # 0: contiguous
+    gap: int  # between rows of the parameter, in rows
     threads: int
     gb_per_s: float  # (bytes read + bytes written) / 2
     memcpy_gb_per_s: float
@@ -112,6 +114,7 @@ def measure(
             op,
             direction,
             row_bytes,
+            gap if row_bytes else 0,
             threads,
             moved / statistics.median(own for own, _, _ in taken) / 1e9,
             moved / statistics.median(copy for _, copy, _ in taken) / 1e9,
@@ -124,7 +127,7 @@ def measure(
 
 
 def line_of(row: Row) -> str:
-    size = "contiguous" if row.row_bytes == 0 else f"{row.row_bytes} B"
+    size = f"{row.row_bytes} B | {row.gap}" if row.row_bytes else "contiguous | 0"
     gate = f"{row.gate:.1f}" if row.gate else "-"
     verdict = "ok" if row.is_good else "missed"
     numbers = f"{row.gb_per_s:.1f} | {row.memcpy_gb_per_s:.1f} | {row.of_memcpy:.2f} | {row.of_torch:.1f}x"
@@ -136,22 +139,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="64 MiB and 3 rounds")
     parser.add_argument("--json", type=Path, help="write the rows of the table here")
     parser.add_argument("--mib", type=int, default=256, help="size of the bucket")
-    parser.add_argument("--gap", type=int, default=1, help="between rows of the parameter, in rows")
+    parser.add_argument("--gap", type=int, nargs="+", default=[1, 3], help="of a parameter's rows, in rows")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.quick:
         options.mib, options.rounds = 64, 3
     num_bytes = options.mib << 20
-    sizes = ((1 + options.gap) * num_bytes, num_bytes)
+    sizes = ((1 + max(options.gap)) * num_bytes, num_bytes)
     memory = (torch.ones(sizes[0], dtype=torch.uint8), torch.ones(sizes[1], dtype=torch.uint8))
-    print("| elements | direction | rows | GB/s | memcpy GB/s | of memcpy | torch | gate | verdict |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| elements | direction | rows | gap | GB/s | memcpy GB/s | of memcpy | torch | gate | verdict |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     torch.set_num_threads(options.threads)
     results: list[Row] = []
+    shapes = [(row_bytes, gap) for row_bytes in ROW_BYTES for gap in (options.gap if row_bytes else [0])]
     for op in OPS:
-        for row_bytes in ROW_BYTES:
-            for row in measure(op, row_bytes, memory, options.gap, options.rounds, options.threads):
+        for row_bytes, gap in shapes:
+            for row in measure(op, row_bytes, memory, gap, options.rounds, options.threads):
                 results.append(row)
                 print(line_of(row), flush=True)
     if options.json:

@@ -108,7 +108,7 @@ class Pieces {
     per_row_ = std::max<int64_t>(row_bytes / kPiece, 1);
     lines_ = (lines + per_row_ - 1) / per_row_;
     step_ = std::max<int64_t>(kPiece / std::max(row_bytes, kLine), 1);
-    early_ = std::max<int64_t>(kEarly * step_ / per_row_, 1) * stride_;
+    early_ = std::max<int64_t>(kEarly * step_ / per_row_, 1);
     is_short_ = row_bytes < kShortRow;
     ends_within_lines_ =
         (reinterpret_cast<uintptr_t>(rows.source) | stride_ | row_bytes) % kLine != 0;
@@ -132,8 +132,9 @@ class Pieces {
   // The start of a row.
   ASYNCRL_INLINED void row_begins(const std::byte* row) {
     --rows_left_;
-    pages_.find(row + early_);
-    pages_.find(row + early_ + row_bytes_ - 1);
+    const std::byte* early = row + to_row(early_);
+    pages_.find(early);
+    pages_.find(early + row_bytes_ - 1);
     if (!ends_within_lines_) return;
     is_short_ ? ask_for_ends<true>(row) : ask_for_ends<false>(row);
   }
@@ -160,19 +161,20 @@ class Pieces {
     rows.ask(row + row_bytes_ - 1);
   }
 
-  // Distances; none to what is after the last row.
+  // Distances; to what is after the last row, some in this one.
   ASYNCRL_INLINED int64_t to_row(int64_t further) const {
     return further > rows_left_ ? 0 : further * stride_;
   }
   ASYNCRL_INLINED int64_t to_piece(int64_t piece, int64_t further) const {
     if (per_row_ == 1) return to_row(further);
-    const int64_t at = piece + further, row = at / per_row_;
-    return row > rows_left_ ? 0 : to_row(row) + (at % per_row_ - piece) * lines_ * kLine;
+    const int64_t at = piece + further;
+    return to_row(at / per_row_) + (at % per_row_ - piece) * lines_ * kLine;
   }
 
-  int64_t stride_ = 0, row_bytes_ = 0, early_ = 0;
+  int64_t stride_ = 0, row_bytes_ = 0;
   int64_t per_row_ = 1, lines_ = 0;
   int64_t step_ = 1;       // pieces, or rows, to what is asked for
+  int64_t early_ = 0;      // rows to the one whose pages are asked for
   int64_t rows_left_ = 0;  // after the current one
   bool is_short_ = false, ends_within_lines_ = false;
   Pages<Memory> pages_;
@@ -230,6 +232,13 @@ struct Ahead {
       : line(source_bytes, rows.rows == 1 ? 0 : rows.source_stride - source_bytes),
         pieces(line.holds() ? Pieces<Memory>() : Pieces<Memory>(rows, source_bytes)),
         target(rows, target_bytes) {}
+
+  // The start of a row, from its first byte on.
+  template <bool kAround>
+  ASYNCRL_INLINED void row_begins(const std::byte* source, const std::byte* begin) {
+    if (!line.holds()) pieces.row_begins(source);
+    if constexpr (kAround) target.row_begins(begin);
+  }
 };
 
 #undef ASYNCRL_INLINED

@@ -87,7 +87,6 @@ ASYNCRL_INLINED void move_straight(Moved<kMove>& moved, Place<kMove>& place, int
 template <RowMove kMove, bool kAround, bool kShort>
 ASYNCRL_INLINED void move_pieces(Moved<kMove>& moved, Place<kMove>& place, int64_t lines) {
   Pieces<>& pieces = moved.ahead.pieces;
-  pieces.row_begins(place.source);
   for (int64_t piece = 0; lines > 0; ++piece, lines -= pieces.lines())
     move_lines<kMove, kAround>(moved, place, std::min(lines, pieces.lines()),
                                pieces.piece<kShort>(piece));
@@ -118,8 +117,8 @@ class Row {
 
   void move() {
     int64_t vectors = left_;  // units that go the same way
+    moved_.ahead.template row_begins<kAround>(place_.source, place_.target);
     if constexpr (kAround) {
-      moved_.ahead.target.row_begins(place_.target);
       move_up_to_line();
       vectors = left_ / U::kTargetLine * U::kTargetLine;
     } else {
@@ -206,7 +205,7 @@ uint64_t move_whole_lines(const Rows& rows) {
   uint64_t unit = rows.position / kUnitBytes;
   for (int64_t row = 0; row < rows.rows; ++row) {
     Place<kMove> place = {source, target, seeds_from(unit)};
-    moved.ahead.target.row_begins(target);
+    moved.ahead.template row_begins<true>(source, target);
     move_row<kMove, true>(moved, place, lines);
     source += rows.source_stride, target += rows.target_stride;
     unit += rows.position_stride / kUnitBytes;

@@ -128,6 +128,56 @@ void compare_rows(int trial, MoveRows move_rows, const char* name) {
   require(digest == digests[0], "%sdigest differs", where.c_str());
 }
 
+// Rows whose target is whole lines of the cache, or nearly: moved as the portable rows are, and
+// nothing else is written.
+void compare_lines(int trial, MoveRows move_rows) {
+  struct Kind {
+    RowMove move;
+    int64_t source, target, wire;  // bytes of an element
+  };
+  constexpr Kind kKinds[] = {{RowMove::kCopy, 1, 1, 1},
+                             {RowMove::kRoundToWire, 4, 2, 2},
+                             {RowMove::kWidenOffWire, 2, 4, 2},
+                             {RowMove::kWidenToWire, 2, 4, 4},
+                             {RowMove::kRoundOffWire, 4, 2, 4}};
+  std::mt19937_64 random(static_cast<uint64_t>(trial));
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  const Kind kind = kKinds[pick(0, 4)];
+  const int64_t rows = pick(1, 9), elements = 16 * pick(1, 8 << pick(0, 6));
+  const int64_t shift = kind.target * (pick(0, 3) ? 0 : pick(1, 63));
+  const int64_t source_stride = elements * kind.source + kind.source * pick(0, 300) * pick(0, 9);
+  const int64_t target_gap = pick(0, 1) * pick(0, 90) * (pick(0, 3) ? kLine : kind.target);
+  const int64_t target_stride = elements * kind.target + target_gap;
+  const uint64_t far = pick(0, 3) ? 0 : (uint64_t{1} << 34) - uint64_t(pick(0, 4000)) * 4;
+  Bytes source(static_cast<size_t>(rows * source_stride)), target;
+  fill_randomly(random, source);
+  target.resize(static_cast<size_t>(rows * target_stride + 6 * kLine));
+  fill_randomly(random, target);
+  Bytes expected = target;
+  const auto begin = [shift](Bytes& bytes) {
+    const auto address = reinterpret_cast<uintptr_t>(bytes.data());
+    return bytes.data() + (0 - address) % kLine + shift;
+  };
+  Rows all = {source.data(),
+              nullptr,
+              source_stride,
+              target_stride,
+              rows,
+              elements,
+              far + uint64_t(pick(0, 40)) * 4 + uint64_t(pick(0, 3) ? 0 : kind.wire),
+              uint64_t(elements * kind.wire + pick(0, 50) * (pick(0, 3) ? 4 : kind.wire)),
+              pick(0, 5) != 0};
+  all.target = begin(target);
+  const uint64_t digest = move_rows(kind.move, all);
+  const int64_t lead = begin(target) - target.data();
+  all.target = expected.data() + lead;
+  const std::string where = "lines, trial " + std::to_string(trial) + ", ";
+  require(digest == move_rows_portable(kind.move, all), "%sdigest differs", where.c_str());
+  expect_equal(target, expected, where + "target");
+}
+
 bool is_refused(const Segment& segment, const std::vector<BlockScales>& scales = {}) {
   try {
     const std::vector<int64_t> sizes = {128};
@@ -212,7 +262,7 @@ void follow_moved_parameters() {
 // Writes down when each line of the source was first asked for.
 struct AskedLines {
   struct Asked {
-    int64_t first;  // bytes copied by then
+    int64_t first, last;  // bytes copied by then
     int64_t times = 0;
   };
   static inline std::unordered_map<int64_t, Asked> at;       // by line
@@ -221,7 +271,8 @@ struct AskedLines {
   static inline int64_t copied = 0;
   static void line(const std::byte* address) {
     const auto place = reinterpret_cast<intptr_t>(address);
-    at.try_emplace(place / kLine, Asked{copied}).first->second.times += 1;
+    Asked& asked = at.try_emplace(place / kLine, Asked{copied, copied}).first->second;
+    asked.times += 1, asked.last = copied;
     pages.try_emplace(place / kPage, copied);
   }
   static void line_to_second(const std::byte* address) { line(address); }
@@ -237,22 +288,24 @@ struct AskedLines {
   static constexpr intptr_t kPage = 4096;
 };
 
-// The copy of one row's whole lines, as the executor does it; `position` is of the row.
-void copy_row(Ahead<AskedLines>& ahead, const std::byte* row, int64_t row_bytes, int64_t position) {
-  const int64_t lines = row_bytes / kLine;
+// The copy of one row's whole lines from `shift` on, as the executor does it; `position` is of the
+// row.
+void copy_row(Ahead<AskedLines>& ahead, const std::byte* row, int64_t row_bytes, int64_t position,
+              int64_t shift) {
+  const int64_t lines = (row_bytes - shift) / kLine;
   const auto copy = [&](int64_t first, int64_t count, const auto& asking) {
     for (int64_t line = first; line < first + count; ++line) {
-      AskedLines::copied = position + line * kLine;
-      asking.ask(row + line * kLine);
+      AskedLines::copied = position + shift + line * kLine;
+      asking.ask(row + shift + line * kLine);
     }
   };
   AskedLines::copied = position;
+  ahead.row_begins<false>(row, nullptr);
   if (ahead.line.holds() && ahead.line.has_gaps()) {
-    copy(0, lines, StraightLine<AskedLines>::Lines<true>{row});
+    copy(0, lines, StraightLine<AskedLines>::Lines<true>{row + shift});
   } else if (ahead.line.holds()) {
-    copy(0, lines, StraightLine<AskedLines>::Lines<false>{row});
+    copy(0, lines, StraightLine<AskedLines>::Lines<false>{row + shift});
   } else {
-    ahead.pieces.row_begins(row);
     const int64_t at_once = ahead.pieces.lines();
     for (int64_t piece = 0; piece * at_once < lines; ++piece) {
       const int64_t first = piece * at_once, count = std::min(at_once, lines - first);
@@ -265,11 +318,12 @@ void copy_row(Ahead<AskedLines>& ahead, const std::byte* row, int64_t row_bytes,
   }
 }
 
-// Follows the copy of `rows` rows from `start`: but for the first and the last ones, every line
-// must have been asked for four times (of a straight line nearly every one, once), long enough
-// before it is copied, and not so long that the cache has dropped it; hardly any that is not
-// copied; and one of a page that the row before did not come to much earlier.
-void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride, int64_t start) {
+// Follows the copy of `rows` rows from `start`: but for the first ones, every line must have been
+// asked for (of a straight line nearly every one) long enough before it is copied, and not so long
+// that the cache has dropped it, most of them three times and late as well; none after the last
+// row, hardly any in gaps; and one of a page that the row before did not come to much earlier.
+void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride, int64_t start,
+                          int64_t shift) {
   constexpr intptr_t kSource = intptr_t{1} << 40;
   Rows moved = {};
   moved.source = reinterpret_cast<const std::byte*>(kSource + start);
@@ -282,18 +336,20 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride, int64
                 longest = std::max<int64_t>(8 * 4096, 5 * row_bytes);
   const int64_t times = is_straight ? 1 : 3;
   for (int64_t row = 0; row < rows; ++row)
-    copy_row(ahead, moved.source + row * stride, row_bytes, row * row_bytes);
-  int64_t lines = 0, in_time = 0, often = 0, rows_seen = 0, found_early = 0;
+    copy_row(ahead, moved.source + row * stride, row_bytes, row * row_bytes,
+             is_straight ? 0 : shift);
+  int64_t lines = 0, in_time = 0, often = 0, late = 0, rows_seen = 0, found_early = 0;
   for (int64_t row = 0; row < rows; ++row) {
     const intptr_t begin = kSource + start + row * stride, end = begin + row_bytes;
     for (intptr_t line = begin / kLine; line * kLine < end; ++line) {
       const int64_t position = row * row_bytes + std::max<int64_t>(line * kLine - begin, 0);
-      if (position < settled || position >= rows * row_bytes - settled) continue;
+      if (position < settled) continue;
       const auto asked = AskedLines::at.find(line);
       const bool is_known = asked != AskedLines::at.end();
       const int64_t lead = is_known ? position - asked->second.first : 0;
       lines += 1, in_time += is_known && lead >= soonest && lead <= longest;
       often += is_known && asked->second.times >= times;
+      late += is_known && position - asked->second.last <= 4096 + kLine;
     }
     if (row * row_bytes < settled) continue;
     const int64_t lead = AskedLines::page_lead(begin, row * row_bytes);
@@ -307,9 +363,18 @@ void ask_for_what_follows(int64_t rows, int64_t row_bytes, int64_t stride, int64
   require(often >= lines * std::min<int64_t>(percent, 95) / 100,
           "%ld rows of %ld, stride %ld, from %ld: %ld of %ld lines were asked for often enough",
           rows, row_bytes, stride, start, often, lines);
+  require(is_straight || late >= lines * 8 / 10,
+          "%ld rows of %ld, stride %ld, from %ld: %ld of %ld lines were asked for late", rows,
+          row_bytes, stride, start, late, lines);
   require(is_straight || found_early >= rows_seen * 9 / 10,
           "%ld rows of %ld, stride %ld, from %ld: %ld of %ld were found early", rows, row_bytes,
           stride, start, found_early, rows_seen);
+  const intptr_t end = kSource + start + (rows - 1) * stride + row_bytes;
+  const auto beyond = std::count_if(AskedLines::at.begin(), AskedLines::at.end(),
+                                    [end](const auto& line) { return line.first * kLine >= end; });
+  require(is_straight || beyond <= row_bytes / 2048,
+          "%ld rows of %ld, stride %ld, from %ld: %ld lines after the last row were asked for",
+          rows, row_bytes, stride, start, beyond);
   const auto asked = static_cast<int64_t>(AskedLines::at.size());
   const int64_t reached = rows * (is_straight ? stride : row_bytes + row_bytes / 32 + 2 * kLine);
   require(asked * kLine <= reached + settled,
@@ -373,8 +438,8 @@ void ask_ahead() {
        {100, 256, 512, 516, 1000, 2048, 2500, 4096, 4100, 12345, 20000, 100000})
     for (const int64_t gap : {0, 64, 1000, 4096, 50000})
       for (const int64_t start : {0, 1032})
-        ask_for_what_follows((4 << 20) / row_bytes, row_bytes, row_bytes + gap, start);
-  ask_for_what_follows(1, 4 << 20, 4 << 20, 0);
+        ask_for_what_follows((4 << 20) / row_bytes, row_bytes, row_bytes + gap, start, start / 32);
+  ask_for_what_follows(1, 4 << 20, 4 << 20, 0, 0);
   for (const int64_t row_bytes : {128, 1000, 4096, 4100, 5000, 8192, 12345, 20000, 100000})
     for (const int64_t gap : {0, 64, 1000, 4096, 50000})
       for (const int64_t start : {0, 64, 1032, 4095})
@@ -393,6 +458,7 @@ int main(int argc, char** argv) {
   for (int trial = 0; trial < 20 * trials; ++trial) {
     compare_rows(trial, move_rows_portable, "portable");
     compare_rows(trial, best, "this processor's");
+    compare_lines(trial, best);
   }
   for (int trial = 0; trial < trials; ++trial) compare_executors(trial);
   std::printf("%d programs: executors agree with the reference\n", trials);
