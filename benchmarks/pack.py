@@ -2,9 +2,9 @@
 
     python benchmarks/pack.py [--quick] [--json FILE] [--mib 256] [--gap 1 3] [--rounds 9] [--threads 1]
 
-A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie ``--gap`` row lengths apart,
-each of these (3: every rank of TP 4 packs a quarter of each row), or follow each other ("contiguous"). In every
-round memcpy, torch, pack and unpack take turns, so that what else the machine does hits all of them; the table
+A bucket of ``--mib`` MiB, larger than any cache, and a parameter whose rows lie ``--gap`` row lengths apart:
+3 where one rank of TP 4 packs a quarter of each row; or follow each other: "contiguous". In every round
+memcpy, torch, pack and unpack take turns, so that what else the machine does hits all of them; the table
 shows medians over rounds, the ratios taken within a round.
 
 * memcpy moves as many bytes as the copy, without gaps: for a cast the mean of what it reads and what it
