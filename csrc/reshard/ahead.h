@@ -161,7 +161,8 @@ class Pieces {
     rows.ask(row + row_bytes_ - 1);
   }
 
-  // Distances; to what is after the last row, some in this one.
+  // Distances to what comes so many rows or pieces later; after the last row, to a place in this
+  // one.
   ASYNCRL_INLINED int64_t to_row(int64_t further) const {
     return further > rows_left_ ? 0 : further * stride_;
   }
