@@ -39,7 +39,8 @@ namespace {
 
 constexpr int64_t kLine = 64;
 
-// Inlined always: GCC drops calls of a function that does nothing but prefetch.
+// Inlined always, also by files that include this: GCC drops calls of a function that does nothing
+// but prefetch.
 #define ASYNCRL_INLINED [[gnu::always_inline]] inline
 
 struct Prefetch {
@@ -241,8 +242,6 @@ struct Ahead {
     if constexpr (kAround) target.row_begins(begin);
   }
 };
-
-#undef ASYNCRL_INLINED
 
 }  // namespace
 }  // namespace asyncrl::reshard

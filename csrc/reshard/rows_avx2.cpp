@@ -21,8 +21,6 @@
 namespace asyncrl::reshard {
 namespace {
 
-#define ASYNCRL_INLINED [[gnu::always_inline]] inline
-
 // Of a unit at the source and at the target, in bytes; and how many there are in a line of each.
 template <RowMove kMove>
 struct Units {
@@ -234,15 +232,15 @@ uint64_t move_each_row(const Rows& rows) {
 
 template <RowMove kMove>
 uint64_t move_rows(const Rows& rows) {
-  if (!rows.past_cache) return move_each_row<kMove>(rows);
-  uint64_t digest = 0;
-  if constexpr (Units<kMove>::kCanGoAround)
-    digest =
-        are_whole_lines<kMove>(rows) ? move_whole_lines<kMove>(rows) : move_each_row<kMove>(rows);
-  else
-    digest = move_each_row<kMove>(rows);
-  _mm_sfence();
-  return digest;
+  if constexpr (Units<kMove>::kCanGoAround) {
+    if (rows.past_cache) {
+      const uint64_t digest =
+          are_whole_lines<kMove>(rows) ? move_whole_lines<kMove>(rows) : move_each_row<kMove>(rows);
+      _mm_sfence();
+      return digest;
+    }
+  }
+  return move_each_row<kMove>(rows);
 }
 
 uint64_t move_any_rows(RowMove move, const Rows& rows) {
@@ -260,8 +258,6 @@ uint64_t move_any_rows(RowMove move, const Rows& rows) {
   }
   return 0;
 }
-
-#undef ASYNCRL_INLINED
 
 }  // namespace
 

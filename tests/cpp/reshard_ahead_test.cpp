@@ -10,7 +10,7 @@
 namespace asyncrl::reshard::testing {
 namespace {
 
-// Writes down when each line of the source was first asked for.
+// Writes down when and how often each line was asked for.
 struct AskedLines {
   struct Asked {
     int64_t first, last;  // bytes copied by then
