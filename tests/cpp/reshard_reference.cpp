@@ -57,7 +57,7 @@ void fill(std::mt19937_64& random, Bytes& bytes, const Kind& kind) {
 
 class Generator {
  public:
-  explicit Generator(std::mt19937_64& random) : random_(random) {}
+  explicit Generator(std::mt19937_64& random) : pick{random}, random_(random) {}
 
   void add(const Kind& kind) {
     const auto width = static_cast<int64_t>(kind.wire_bytes);
@@ -92,10 +92,7 @@ class Generator {
     fill_randomly(random_, scenario.wire);
   }
 
-  int64_t pick(int64_t low, int64_t high) {
-    return low + static_cast<int64_t>(random_() % static_cast<uint64_t>(high - low + 1));
-  }
-
+  const Pick pick;
   Scenario scenario;
 
  private:

@@ -38,6 +38,15 @@ struct Scenario {
   }
 };
 
+// A number from low to high, both possible.
+struct Pick {
+  std::mt19937_64& random;
+
+  int64_t operator()(int64_t low, int64_t high) const {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  }
+};
+
 // Random bytes, and among them float32 that are hard to round: at infinity, NaN, halfway.
 void fill_randomly(std::mt19937_64& random, Bytes& bytes);
 

@@ -78,9 +78,7 @@ void compare_executors(int trial) {
 // One implementation of the rows, at any alignment and position, past 2^32 units too.
 void compare_rows(int trial, MoveRows move_rows, const char* name) {
   std::mt19937_64 random(static_cast<uint64_t>(trial));
-  const auto pick = [&](int64_t low, int64_t high) {
-    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
-  };
+  const Pick pick = {random};
   const RowMove moves[] = {RowMove::kCopy, RowMove::kRoundToWire, RowMove::kWidenOffWire,
                            RowMove::kWidenToWire, RowMove::kRoundOffWire};
   const Op ops[] = {Op::kCopy1, Op::kF32AsBf16, Op::kF32AsBf16, Op::kBf16AsF32, Op::kBf16AsF32};
@@ -133,9 +131,7 @@ void compare_lines(int trial, MoveRows move_rows) {
                              {RowMove::kWidenToWire, 2, 4, 4},
                              {RowMove::kRoundOffWire, 4, 2, 4}};
   std::mt19937_64 random(static_cast<uint64_t>(trial));
-  const auto pick = [&](int64_t low, int64_t high) {
-    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
-  };
+  const Pick pick = {random};
   const Kind kind = kKinds[pick(0, 4)];
   const int64_t rows = pick(1, 9), elements = 16 * pick(1, 8 << pick(0, 6));
   const int64_t shift = kind.target * (pick(0, 3) ? 0 : pick(1, 63));
