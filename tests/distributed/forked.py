@@ -8,6 +8,7 @@ The launcher starts no thread and opens no socket before it forks, so a rank is 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -73,8 +74,14 @@ def _run_role(name: str, action: Callable[[], None], directory: Path) -> None:
 
 
 def run_launcher(module: str, directory: Path, timeout_s: float) -> None:
-    """Start a launcher and wait for it; an assertion shows the end of every log."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPO)}
+    """Start a launcher and wait for it; an assertion shows what was reported, and the end of every log."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(REPO),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings about names of hosts would hide what matters
+    }
     command = [sys.executable, "-m", module, str(directory)]
     launcher = subprocess.Popen(command, cwd=REPO, env=environment, start_new_session=True)
     try:
@@ -85,7 +92,16 @@ def run_launcher(module: str, directory: Path, timeout_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):  # all of them ended
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
+    assert status == 0, "\n".join([f"{module}: {status}", *_what_was_said(directory)])
+
+
+def _what_was_said(directory: Path) -> list[str]:
+    """Reports of errors first: who raised may have waited for somebody that gave up."""
+    reports = [
+        f"{path.stem} reported: {line}"
+        for path in sorted(directory.glob("*.reports"))
+        for line in path.read_text().splitlines()
+        if json.loads(line)["error"]
+    ]
     logs = {path.stem: path.read_text()[-1500:] for path in sorted(directory.glob("*.log"))}
-    assert status == 0, "\n".join(
-        [f"{module}: {status}", *(f"{name}: {text}" for name, text in logs.items())]
-    )
+    return reports + [f"{name}: {text}" for name, text in logs.items() if text]

@@ -44,7 +44,7 @@ class Case:
         self.changed: list[float] = fields.get("changed", [1.0])  # per publication after the first
         self.ports: list[int] = fields["ports"]  # trainer group, engine groups, weight groups
         self.geometry = geometry(fields.get("family", "llama"), **fields.get("geometry", {}))
-        self.timeout_s = FAULT_TIMEOUT_S if self.fault else TIMEOUT_S
+        self.timeout_s: float = fields.get("timeout_s", FAULT_TIMEOUT_S if self.fault else TIMEOUT_S)
 
     @property
     def delta(self) -> bool:
