@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.engines import ports
 from asyncrl.engines.ports import PORTS, free_port, free_ports
+from tests.free_pair import free_pair
 
 
 def test_ports_are_not_among_those_that_the_kernel_hands_out() -> None:
@@ -18,7 +19,7 @@ def test_ports_are_not_among_those_that_the_kernel_hands_out() -> None:
 
 
 def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = free_port()
+    taken = free_pair()
     monkeypatch.setattr(ports, "PORTS", (taken, taken + 2))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", taken))

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.config import Config, parse_config
 from asyncrl.launch import preflight as preflight_module
 from asyncrl.launch.preflight import preflight
+from tests.free_pair import free_pair
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -154,9 +155,9 @@ def test_reward(model: Path) -> None:
 
 def test_ports_in_use(model: Path) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = free_pair() + 1
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         problem = only_problem(configure(model, control={"port": port}))
         assert (
             problem
