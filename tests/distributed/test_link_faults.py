@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.test_publish import launch
 
 STAGED_TIMEOUT_S = 30.0
-"""Nobody may wait for it where a version is staged: half of it must be ample on a busy machine."""
+"""Nobody may wait for it where a version is staged: who does is far later than `NOTICED_WITHIN_S` allows."""
 FAULTS = {
     "relay": ("arrival", "exchange", "digests"),
     "broadcast": ("header", "chain", "passing"),
