@@ -99,7 +99,8 @@ def run_trainer(case: FaultCase, rank: int, fifo: Path) -> str:
     endpoints = [case.endpoint(idx) for idx in range(len(case.engines))]
     everyone = {endpoint.name for endpoint in endpoints}
     failed = {failure.engine for failure in publish(case, publisher, endpoints, tensors, 1).failures}
-    seconds, noticed_after = time.monotonic() - started, death.seconds_ago
+    seconds = time.monotonic() - started
+    noticed_after = min(seconds, death.seconds_ago)  # not before anything was sent
     # All together; but what few bytes there are may have left before the trainer could notice a death. Then
     # the engines know, which is what counts: they fail below, or tell the trainer that they could not verify.
     noticed = failed == everyone or (not failed and not case.staged) or case.when in LATE
