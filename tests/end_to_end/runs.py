@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncrl.launch.warden import descendants, mapped_shm_files
 from asyncrl.observe.jsonl import JsonlTail
+from tests.processes import command_line, running
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["examples/tiny.toml"]
@@ -59,7 +60,7 @@ class Run:
     def pid_of(self, name: str) -> int:
         """The pid of a descendant whose command line or title contains ``name``."""
         for pid in self.processes():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = command_line(pid)
             if name in command and "launch.warden" not in command:
                 return pid
         raise AssertionError(f"no process {name!r} below {self.process.pid}")
@@ -108,9 +109,8 @@ def shared_memory() -> set[str]:
 def assert_gone(pids: list[int]) -> None:
     """No process is left, not even a moment later."""
     deadline = time.monotonic() + 2
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
-        assert time.monotonic() < deadline, f"left running: {commands}"
+    while left := running(pids):
+        assert time.monotonic() < deadline, f"left running: {left}"
         time.sleep(0.05)
 
 

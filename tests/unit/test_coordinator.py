@@ -18,6 +18,7 @@ from asyncrl.control.messages import (
 )
 from asyncrl.control.protocol import Refused
 from asyncrl.control.server import build_app, serve
+from tests.unit.pace import idle, within
 from tests.unit.scripted_fleet import Fleet, join_order
 
 TOKEN = "secret"
@@ -62,10 +63,10 @@ async def test_a_poll_waits_for_a_change_and_ends_without_one(address: ControlAd
     client = AsyncControlClient(address)
     revision = (await client.state()).revision
     poll = asyncio.ensure_future(client.state(after=revision, wait_s=5.0))
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     assert not poll.done()
     await client.post("stop")
-    assert (await asyncio.wait_for(poll, 2.0)).stop_requested
+    assert (await within(2.0, poll)).stop_requested
     latest = (await client.state()).revision
     assert (await client.state(after=latest, wait_s=0.05)).revision == latest
     await client.close()

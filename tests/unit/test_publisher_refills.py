@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from asyncrl.control.messages import EngineStatus
+from tests.unit.pace import idle
 from tests.unit.test_policy_publisher import Job, started
 from tests.unit.test_refill import Gate
 
@@ -72,7 +73,7 @@ async def test_a_publication_waits_for_a_refill_and_takes_the_engine_along(job: 
     await gate.entered.wait()
     assert not job.has_news()  # it is being refilled
     publishing = asyncio.ensure_future(job.do(job.publisher.publish, 1))
-    await asyncio.sleep(0.2)
+    await idle(0.2)
     assert not publishing.done() and job.serving() == {"engine-0": 0}
     gate.go.set()
     await publishing
@@ -100,7 +101,7 @@ async def test_an_engine_that_comes_back_while_a_version_is_sent_waits_for_it(ov
     job.transport.sending.clear()
     await job.do(job.publisher.publish, 1)
     await job.restart("engine-1")
-    await asyncio.sleep(0.1)
+    await idle(0.1)
     assert "engine-1" not in job.serving()
     job.transport.sending.set()
     await until(lambda: job.serving() == {"engine-0": 1, "engine-1": 1})

@@ -18,6 +18,7 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import MAX_FAILURES, Refused
 from asyncrl.engines.base import EngineError, GenerateRequest, new_rid
 from asyncrl.engines.scripted import ScriptedEngine
+from tests.unit.pace import idle, within
 from tests.unit.scripted_fleet import PLAN, Fleet
 
 
@@ -42,12 +43,12 @@ async def test_running_requests_are_interrupted_and_new_ones_wait_for_the_new_ve
     await fleet.publish(0)
     engine = fleet.engines["engine-0"]
     running = asyncio.ensure_future(engine.generate(GenerateRequest(new_rid(), (1, 2), 500), 5.0))
-    await asyncio.sleep(0.02)
+    await idle(0.02)
     order = await fleet.prepare(1)
     cut = await running
     assert cut.finish == "interrupted" and 0 < len(cut.token_ids) < 500
     waiting = asyncio.ensure_future(engine.generate(GenerateRequest(new_rid(), (1, 2), 3), 5.0))
-    await asyncio.sleep(0.02)
+    await idle(0.02)
     assert not waiting.done()
     await fleet.coordinator.transfer(order)
     await fleet.coordinator.commit(order)
@@ -216,12 +217,12 @@ async def test_the_next_publication_waits_until_the_engines_of_the_last_one_run(
     order = await fleet.prepare(1)
     await fleet.coordinator.transfer(order)
     committing = asyncio.ensure_future(fleet.coordinator.commit(order))
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     following = Publication(
         version=2, epoch=fleet.coordinator._roster.fleet.epoch, plans=dict.fromkeys(fleet.engines, PLAN)
     )
     preparing = asyncio.ensure_future(fleet.coordinator.prepare(following))
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     assert not committing.done() and not preparing.done()
     may_resume.set()
     assert set((await committing).paused_s) == set(fleet.engines)
@@ -243,15 +244,15 @@ async def test_drain_waits_for_the_rollouter() -> None:
     await fleet.publish(0)
     await fleet.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=3)))
     preparing = asyncio.ensure_future(fleet.prepare(1))
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     assert fleet.coordinator.state.draining and not preparing.done()
     await fleet.coordinator.rollout_report(RolloutReport())
-    await asyncio.wait_for(preparing, 2.0)
+    await within(2.0, preparing)
     assert fleet.prepared == ("engine-0",)
 
 
 async def test_drain_has_a_deadline_that_names_the_samples() -> None:
-    fleet = Fleet(1, interrupt="drain")
+    fleet = Fleet(1, interrupt="drain", timeout_s=2.0)
     await fleet.join()
     await fleet.publish(0)
     await fleet.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=3)))

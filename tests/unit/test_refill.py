@@ -19,14 +19,15 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import MAX_FAILURES, Refused
 from asyncrl.engines.base import EngineError
 from asyncrl.engines.scripted import ScriptedEngine
+from tests.unit.pace import idle
 from tests.unit.scripted_fleet import PLAN, Fleet, join_order
 
 SERVING, JOINING = EngineStatus.SERVING, EngineStatus.JOINING
 QUARANTINED, PREPARED, LOST = EngineStatus.QUARANTINED, EngineStatus.PREPARED, EngineStatus.LOST
 
 
-async def published(num_engines: int, version: int = 0) -> Fleet:
-    fleet = Fleet(num_engines)
+async def published(num_engines: int, version: int = 0, **fleet_settings: Any) -> Fleet:
+    fleet = Fleet(num_engines, **fleet_settings)
     await fleet.join()
     for each in range(version + 1):
         await fleet.publish(each)
@@ -41,7 +42,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def settled() -> None:
     """Long enough for a refill among engines that have no fault."""
-    await asyncio.sleep(0.1)
+    await idle(0.1)
 
 
 async def restart(fleet: Fleet, name: str, incarnation: int = 1) -> ScriptedEngine:
@@ -176,7 +177,7 @@ async def test_an_engine_that_meets_the_trainer_is_not_refilled() -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "hangs", "is quarantined"])
 async def test_a_source_that_fails_before_the_transfer_is_replaced(how: str) -> None:
-    fleet = await published(3)
+    fleet = await published(3, timeout_s=2.0 if how == "hangs" else 20.0)
     gate = Gate(fleet.engines["engine-0"], "give_weights")
     await restart(fleet, "engine-2")
     await gate.entered.wait()
@@ -316,7 +317,7 @@ async def test_a_publication_waits_for_a_refill_and_goes_first_afterwards() -> N
 
 
 async def test_refills_go_on_where_the_trainer_does_not_come_back() -> None:
-    fleet = await published(3)
+    fleet = await published(3, timeout_s=2.0)
     gate = Gate(fleet.replace("engine-1"), "take_weights")
     fleet.replace("engine-2")
     await fleet.register("engine-1", 1)

@@ -23,6 +23,7 @@ from asyncrl.ring.errors import (
     RingFull,
     RingTimeout,
 )
+from tests.unit.pace import idle
 from tests.unit.ring_samples import assert_same, make_sample, numbers, temporary_ring
 
 
@@ -285,12 +286,12 @@ def test_a_waiting_reader_is_woken(path: Path, producer: Ring) -> None:
 async def test_asyncio_waits_without_threads(path: Path, producer: Ring) -> None:
     group = reader(path).group("dp0", ack="release")
     waiting = asyncio.create_task(group.aget_batch(16, timeout=20))
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     threads = threading.active_count()
     waiting.cancel()
     producer.put_many([make_sample(i) for i in range(16)], timeout=1)
     blocked = [asyncio.create_task(producer.aput(make_sample(16 + i), timeout=20)) for i in range(3)]
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     assert threading.active_count() == threads
     with await group.aget_batch(8, timeout=20) as batch:
         assert len(batch) == 8

@@ -20,6 +20,7 @@ from asyncrl.rollout.settings import RolloutSettings
 from asyncrl.rollout.sinks import RingSink
 from asyncrl.rollout.waiting import RolloutError
 from asyncrl.types import FinishReason, Prompt, Sample
+from tests.unit.pace import idle
 from tests.unit.rollout_job import FunctionReward, Job, ListSink, Prompts
 
 
@@ -70,7 +71,7 @@ async def test_interrupted_samples_keep_their_tokens_and_versions(tmp_path: Path
     engine = job.engines[0]
     for version in (1, 2):  # as if two batches of another rollouter had been trained meanwhile
         await job.until(lambda n=version: job.rollouter.stats().num_requests == 6 * n)
-        await asyncio.sleep(0.05)
+        await idle(0.05)
         await engine.pause("abort")
         await engine.update_from_disk("", version, 1.0)
         await engine.resume()
@@ -92,7 +93,7 @@ async def test_a_crash_goes_on_from_the_saved_prefix(tmp_path: Path) -> None:
     slow = ScriptedEngine("slow", token_interval_s=0.01)
     job = Job(tmp_path, engines=[slow], stop_token_ids=(), max_new_tokens=30)
     await job.until(lambda: job.rollouter.counts().running == 8)
-    await asyncio.sleep(0.1)
+    await idle(0.1)
     await slow.abort_all()  # what was sampled so far is saved
     await job.until(lambda: job.rollouter.stats().num_requests == 16)  # sent again, so it is durable
     saved = job.rollouter.stats().tokens_generated
@@ -110,7 +111,7 @@ async def test_a_crash_goes_on_from_the_saved_prefix(tmp_path: Path) -> None:
 async def test_stopping_saves_what_runs(tmp_path: Path) -> None:
     job = Job(tmp_path, engines=[ScriptedEngine("slow", token_interval_s=0.01)], stop_token_ids=())
     await job.until(lambda: job.rollouter.counts().running == 8)
-    await asyncio.sleep(0.03)
+    await idle(0.03)
     await job.stop()
     assert job.rollouter.stats().tokens_generated > 0
     again = Job(tmp_path, stop_token_ids=())
@@ -276,7 +277,7 @@ async def test_drain_waits_for_running_samples_and_starts_none(tmp_path: Path) -
     assert (await engines[0].load()).num_running == 0
     requests = job.rollouter.stats().num_requests
     job.rollouter.on_version(1, 1) if len(job.sink.groups) >= 2 else None
-    await asyncio.sleep(0.05)
+    await idle(0.05)
     assert job.rollouter.stats().num_requests == requests
     job.rollouter.set_paused(False)
     await job.until(lambda: job.rollouter.stats().num_requests > requests or len(job.sink.groups) >= 8)
@@ -316,7 +317,7 @@ async def test_stats_count_busy_engines(tmp_path: Path) -> None:
     job = Job(tmp_path, engines=[ScriptedEngine("e0", token_interval_s=0.01)])
     began = asyncio.get_running_loop().time()
     await job.until(lambda: len(job.sink.groups) == 4)
-    await asyncio.sleep(0.2)
+    await idle(0.2)
     stats = job.rollouter.stats()
     assert 0 < stats.engine_busy_s < asyncio.get_running_loop().time() - began - 0.15
     assert (stats.released_batches, stats.next_prompt_idx, stats.groups_running) == (2, 4, 0)

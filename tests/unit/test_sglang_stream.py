@@ -11,6 +11,7 @@ from aiohttp import web
 
 from asyncrl.engines.base import INTERRUPTED, EngineError, GenerateRequest, new_rid
 from asyncrl.engines.sglang import SGLangEngine
+from tests.unit.pace import idle, within
 from tests.unit.test_sglang_wire import unfinished
 
 
@@ -93,8 +94,8 @@ async def test_a_hanging_engine_gives_its_requests_back_after_the_grace(
     dying, engine = server
     dying.num_events, dying.hangs = 2, True
     running = asyncio.ensure_future(engine.generate(GenerateRequest(new_rid(), (1, 2), 10), 30.0))
-    await asyncio.sleep(0.2)
+    await idle(0.2)
     aborting = asyncio.ensure_future(engine.abort_all())
-    generation = await asyncio.wait_for(running, 2.0)
+    generation = await within(2.0, running)
     assert (generation.finish, generation.token_ids) == (INTERRUPTED, (0, 1))
     aborting.cancel()
