@@ -18,7 +18,7 @@ from asyncrl.control.messages import (
 )
 from asyncrl.control.protocol import Refused
 from asyncrl.control.server import build_app, serve
-from tests.unit.pace import idle, within
+from tests.pace import idle, within
 from tests.unit.scripted_fleet import Fleet, join_order
 
 TOKEN = "secret"

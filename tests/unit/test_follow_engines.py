@@ -12,7 +12,7 @@ from asyncrl.engines.base import INTERRUPTED, GenerateRequest, new_rid
 from asyncrl.engines.scripted import ScriptedEngine
 from asyncrl.rollout import service as service_module
 from asyncrl.rollout.service import RolloutService
-from tests.unit.pace import within
+from tests.pace import within
 from tests.unit.source_tree import REPO
 
 SERVING, QUARANTINED, LOST = EngineStatus.SERVING, EngineStatus.QUARANTINED, EngineStatus.LOST

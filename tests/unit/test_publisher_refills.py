@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from asyncrl.control.messages import EngineStatus
-from tests.unit.pace import idle
+from tests.pace import idle
 from tests.unit.test_policy_publisher import Job, started
 from tests.unit.test_refill import Gate
 

@@ -18,7 +18,7 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import MAX_FAILURES, Refused
 from asyncrl.engines.base import EngineError, GenerateRequest, new_rid
 from asyncrl.engines.scripted import ScriptedEngine
-from tests.unit.pace import idle, within
+from tests.pace import idle, within
 from tests.unit.scripted_fleet import PLAN, Fleet
 
 

@@ -19,7 +19,7 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import MAX_FAILURES, Refused
 from asyncrl.engines.base import EngineError
 from asyncrl.engines.scripted import ScriptedEngine
-from tests.unit.pace import idle
+from tests.pace import idle
 from tests.unit.scripted_fleet import PLAN, Fleet, join_order
 
 SERVING, JOINING = EngineStatus.SERVING, EngineStatus.JOINING

@@ -23,7 +23,7 @@ from asyncrl.ring.errors import (
     RingFull,
     RingTimeout,
 )
-from tests.unit.pace import idle
+from tests.pace import idle
 from tests.unit.ring_samples import assert_same, make_sample, numbers, temporary_ring
 
 

@@ -20,7 +20,7 @@ from asyncrl.rollout.settings import RolloutSettings
 from asyncrl.rollout.sinks import RingSink
 from asyncrl.rollout.waiting import RolloutError
 from asyncrl.types import FinishReason, Prompt, Sample
-from tests.unit.pace import idle
+from tests.pace import idle
 from tests.unit.rollout_job import FunctionReward, Job, ListSink, Prompts
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncrl.engines.base import INTERRUPTED, EngineError, GenerateRequest, new_rid
 from asyncrl.engines.sglang import SGLangEngine
-from tests.unit.pace import idle, within
+from tests.pace import idle, within
 from tests.unit.test_sglang_wire import unfinished
 
 
