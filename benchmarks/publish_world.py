@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.engines.ports import free_ports
 from asyncrl.weights.geometry import ModelGeometry
 from asyncrl.weights.layout import hf_tensors
 
@@ -101,7 +101,7 @@ class World:
         context = multiprocessing.get_context("fork")
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-bench-")
         barrier = context.Barrier(NUM_TRAINERS + NUM_ENGINE_RANKS, timeout=TIMEOUT_S)
-        ports = _free_ports(2 + 2 * NUM_ENGINES + PP)
+        ports = tuple(free_ports(2 + 2 * NUM_ENGINES + PP))
         setup = Setup(geometry, bucket_bytes, ports, barrier, Path(self._directory.name))
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -190,11 +190,3 @@ def expected(name: str, version: int, rows: slice, cols: slice) -> torch.Tensor:
 def set_up_rank() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-
-def _free_ports(count: int) -> tuple[int, ...]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
