@@ -10,6 +10,7 @@ were seen in it; what was stopped already is left so. The exit status is the com
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import subprocess
@@ -40,22 +41,31 @@ def resume(stopped: list[psutil.Process]) -> None:
             process.resume()
 
 
+def stand_still(root: psutil.Process, known: set[psutil.Process], seconds: float) -> None:
+    stopped: list[psutil.Process] = []
+    try:
+        stop(root, known, stopped)
+        time.sleep(seconds)
+    finally:  # also when interrupted: nobody is left standing
+        resume(stopped)
+
+
 def main(seconds: float, every: float, command: list[str]) -> int:
     child = subprocess.Popen(command)
     root, known = psutil.Process(child.pid), set[psutil.Process]()
-    while child.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(random.uniform(0.5, 1.5) * every)
-            break
-        stopped: list[psutil.Process] = []
+    while True:
         try:
-            stop(root, known, stopped)
-            time.sleep(seconds)
-        finally:  # also when interrupted: nobody is left standing
-            resume(stopped)
-        known = {process for process in known if process.is_running()}
-    return child.wait()
+            return child.wait(random.uniform(0.5, 1.5) * every)
+        except subprocess.TimeoutExpired:
+            stand_still(root, known, seconds)
+            known = {process for process in known if process.is_running()}
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    parser = argparse.ArgumentParser(prog="python -m scripts.stall")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("every", type=float)
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    sys.exit(main(args.seconds, args.every, [args.program, *args.arguments]))

@@ -20,12 +20,9 @@ class Fleet:
     """A coordinator over scripted engines that have joined their weight groups.
 
     With ``alike`` False each has another number of ranks, so that none can be refilled from another.
-    ``timeout_s`` is far away for tests in which nobody is waited for in vain.
     """
 
-    def __init__(
-        self, num_engines: int, interrupt: Interrupt = "abort", alike: bool = True, timeout_s: float = 20.0
-    ) -> None:
+    def __init__(self, num_engines: int, interrupt: Interrupt = "abort", alike: bool = True) -> None:
         self._alike = alike
         self.engines = {
             f"engine-{idx}": ScriptedEngine(f"engine-{idx}", token_interval_s=0.001)
@@ -34,7 +31,7 @@ class Fleet:
         for engine in self.engines.values():
             engine.peers = self.engines.get
         self.coordinator = Coordinator(
-            make_engine=lambda info: self.engines[info.name], interrupt=interrupt, timeout_s=timeout_s
+            make_engine=lambda info: self.engines[info.name], interrupt=interrupt, timeout_s=2.0
         )
 
     def replace(self, name: str, engine: ScriptedEngine | None = None) -> ScriptedEngine:

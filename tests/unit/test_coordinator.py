@@ -18,7 +18,7 @@ from asyncrl.control.messages import (
 )
 from asyncrl.control.protocol import Refused
 from asyncrl.control.server import build_app, serve
-from tests.pace import idle, within
+from tests.pace import idle
 from tests.unit.scripted_fleet import Fleet, join_order
 
 TOKEN = "secret"
@@ -66,7 +66,7 @@ async def test_a_poll_waits_for_a_change_and_ends_without_one(address: ControlAd
     await idle(0.05)
     assert not poll.done()
     await client.post("stop")
-    assert (await within(2.0, poll)).stop_requested
+    assert (await asyncio.wait_for(poll, 2.0)).stop_requested
     latest = (await client.state()).revision
     assert (await client.state(after=latest, wait_s=0.05)).revision == latest
     await client.close()

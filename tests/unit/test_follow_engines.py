@@ -12,7 +12,6 @@ from asyncrl.engines.base import INTERRUPTED, GenerateRequest, new_rid
 from asyncrl.engines.scripted import ScriptedEngine
 from asyncrl.rollout import service as service_module
 from asyncrl.rollout.service import RolloutService
-from tests.pace import within
 from tests.unit.source_tree import REPO
 
 SERVING, QUARANTINED, LOST = EngineStatus.SERVING, EngineStatus.QUARANTINED, EngineStatus.LOST
@@ -90,7 +89,7 @@ async def test_what_a_quarantined_engine_holds_goes_on_elsewhere() -> None:
     held = asyncio.ensure_future(engine.generate(GenerateRequest(new_rid(), (1, 2), 5), 30.0))
     await asyncio.sleep(0)
     await followed.see(QUARANTINED, 1)
-    assert (await within(1.0, held)).finish == INTERRUPTED
+    assert (await asyncio.wait_for(held, 1.0)).finish == INTERRUPTED
 
 
 async def test_an_engine_that_was_given_up_gets_another_chance_with_the_next_version() -> None:

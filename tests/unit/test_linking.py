@@ -33,15 +33,7 @@ class LinkingEngine(ScriptedEngine):
 
 @pytest.fixture(params=["none", "device"])
 async def job(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
-    async for job in started(stage=request.param, strategy="relay", timeout_s=20.0):
-        for name in NAMES:
-            job.fleet.replace(name, LinkingEngine(name))
-        yield job
-
-
-@pytest.fixture(params=["none", "device"])
-async def impatient(request: pytest.FixtureRequest) -> AsyncIterator[Job]:
-    async for job in started(stage=request.param, strategy="relay", timeout_s=3.0):
+    async for job in started(stage=request.param, strategy="relay", timeout_s=1.0):
         for name in NAMES:
             job.fleet.replace(name, LinkingEngine(name))
         yield job
@@ -85,14 +77,13 @@ async def test_a_link_that_fails_with_a_version_is_given_up_and_the_version_sent
 
 
 async def test_a_link_that_a_rank_does_not_join_is_named_and_given_up(
-    impatient: Job, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = impatient
     engine = job.fleet.engines["engine-1"]
     assert isinstance(engine, LinkingEngine)
     engine.joins = False
     await job.start()
-    assert "rank 0 of engine-1 did not join within 3 s" in caplog.text
+    assert "rank 0 of engine-1 did not join within 1 s" in caplog.text
     assert job.transport.linked == () and job.serving() == dict.fromkeys(NAMES, 0)
 
 

@@ -18,7 +18,7 @@ from asyncrl.control.messages import (
 from asyncrl.control.protocol import MAX_FAILURES, Refused
 from asyncrl.engines.base import EngineError, GenerateRequest, new_rid
 from asyncrl.engines.scripted import ScriptedEngine
-from tests.pace import idle, within
+from tests.pace import idle
 from tests.unit.scripted_fleet import PLAN, Fleet
 
 
@@ -247,12 +247,12 @@ async def test_drain_waits_for_the_rollouter() -> None:
     await idle(0.05)
     assert fleet.coordinator.state.draining and not preparing.done()
     await fleet.coordinator.rollout_report(RolloutReport())
-    await within(2.0, preparing)
+    await asyncio.wait_for(preparing, 2.0)
     assert fleet.prepared == ("engine-0",)
 
 
 async def test_drain_has_a_deadline_that_names_the_samples() -> None:
-    fleet = Fleet(1, interrupt="drain", timeout_s=2.0)
+    fleet = Fleet(1, interrupt="drain")
     await fleet.join()
     await fleet.publish(0)
     await fleet.coordinator.rollout_report(RolloutReport(counts=LedgerCounts(running=3)))

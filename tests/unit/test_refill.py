@@ -26,8 +26,8 @@ SERVING, JOINING = EngineStatus.SERVING, EngineStatus.JOINING
 QUARANTINED, PREPARED, LOST = EngineStatus.QUARANTINED, EngineStatus.PREPARED, EngineStatus.LOST
 
 
-async def published(num_engines: int, version: int = 0, **fleet_settings: Any) -> Fleet:
-    fleet = Fleet(num_engines, **fleet_settings)
+async def published(num_engines: int, version: int = 0) -> Fleet:
+    fleet = Fleet(num_engines)
     await fleet.join()
     for each in range(version + 1):
         await fleet.publish(each)
@@ -177,7 +177,7 @@ async def test_an_engine_that_meets_the_trainer_is_not_refilled() -> None:
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "hangs", "is quarantined"])
 async def test_a_source_that_fails_before_the_transfer_is_replaced(how: str) -> None:
-    fleet = await published(3, timeout_s=2.0 if how == "hangs" else 20.0)
+    fleet = await published(3)
     gate = Gate(fleet.engines["engine-0"], "give_weights")
     await restart(fleet, "engine-2")
     await gate.entered.wait()
@@ -317,7 +317,7 @@ async def test_a_publication_waits_for_a_refill_and_goes_first_afterwards() -> N
 
 
 async def test_refills_go_on_where_the_trainer_does_not_come_back() -> None:
-    fleet = await published(3, timeout_s=2.0)
+    fleet = await published(3)
     gate = Gate(fleet.replace("engine-1"), "take_weights")
     fleet.replace("engine-2")
     await fleet.register("engine-1", 1)

@@ -242,7 +242,7 @@ def test_a_waiting_handle_uses_no_cpu(path: Path) -> None:
         "try: group.get_batch(1, timeout=2.0)\n"
         "except RingTimeout: print(time.process_time() - before)\n"
     )
-    # a process of its own, in which numpy starts no threads: OpenBLAS's spin for 25 ms before they sleep
+    # a process of its own, in which numpy starts no threads, which may spin for 30 ms before they sleep
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=REPO, env=environment, capture_output=True, text=True, check=True

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncrl.engines.base import INTERRUPTED, EngineError, GenerateRequest, new_rid
 from asyncrl.engines.sglang import SGLangEngine
-from tests.pace import idle, within
+from tests.pace import idle
 from tests.unit.test_sglang_wire import unfinished
 
 
@@ -96,6 +96,6 @@ async def test_a_hanging_engine_gives_its_requests_back_after_the_grace(
     running = asyncio.ensure_future(engine.generate(GenerateRequest(new_rid(), (1, 2), 10), 30.0))
     await idle(0.2)
     aborting = asyncio.ensure_future(engine.abort_all())
-    generation = await within(2.0, running)
+    generation = await asyncio.wait_for(running, 2.0)
     assert (generation.finish, generation.token_ids) == (INTERRUPTED, (0, 1))
     aborting.cancel()
